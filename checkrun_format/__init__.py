@@ -1,0 +1,1 @@
+"""checkrun-format: checkpoints of recommendation models, incremental and quantized, on Zarr v3."""

@@ -1,0 +1,137 @@
+"""The one error tree. Every error has a stable `kind` (FORMAT.md section 10).
+
+    CheckrunError
+    ├── InvalidInputError        invalid_input        (also a ValueError)
+    ├── NotFoundError                                 (also a LookupError)
+    │   ├── RunNotFoundError     run_not_found
+    │   ├── NotARunError         not_a_run
+    │   ├── CheckpointNotFoundError  checkpoint_not_found
+    │   ├── TableNotFoundError   table_not_found
+    │   └── RowNotFoundError     row_not_found
+    ├── PrunedError              pruned
+    ├── BurntError               burnt
+    ├── DamagedError             damaged
+    ├── UnsupportedVersionError  unsupported_version
+    ├── UnsupportedFeatureError  unsupported_feature
+    ├── ConcurrentCommitError    concurrent_commit
+    ├── HistoryPrunedError       history_pruned
+    └── StorageError             storage              (also an OSError)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CheckrunError(Exception):
+    """Base of all errors that this library raises on purpose."""
+
+    kind: ClassVar[str] = "error"
+
+
+class InvalidInputError(CheckrunError, ValueError):
+    """A value given by the caller is refused; nothing has been written."""
+
+    kind = "invalid_input"
+
+
+class NotFoundError(CheckrunError, LookupError):
+    """What was asked for is not there."""
+
+    kind = "not_found"
+
+
+class RunNotFoundError(NotFoundError):
+    """Nothing is stored at the address of the run."""
+
+    kind = "run_not_found"
+
+
+class NotARunError(NotFoundError):
+    """Something is stored at the address, but it is no run."""
+
+    kind = "not_a_run"
+
+
+class CheckpointNotFoundError(NotFoundError):
+    """No checkpoint has this number or step."""
+
+    kind = "checkpoint_not_found"
+
+
+class TableNotFoundError(NotFoundError):
+    """The checkpoint has no table of this name."""
+
+    kind = "table_not_found"
+
+
+class RowNotFoundError(NotFoundError):
+    """The table has no such row or key."""
+
+    kind = "row_not_found"
+
+
+class PrunedError(CheckrunError):
+    """The checkpoint was removed by a retention rule; its marker remains."""
+
+    kind = "pruned"
+
+
+class BurntError(CheckrunError):
+    """The number is occupied by an object that is no commit."""
+
+    kind = "burnt"
+
+
+class DamagedError(CheckrunError):
+    """A stored object is missing, altered or truncated, or contradicts another.
+
+    Attributes
+    ----------
+    place : str
+        Key of the object, relative to the run.
+    """
+
+    kind = "damaged"
+
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(f"{place}: {problem}")
+        self.place = place
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type[DamagedError], tuple[str, str]]:
+        return type(self), (self.place, self.problem)
+
+
+class UnsupportedVersionError(CheckrunError):
+    """The document was written by a format version that this library does not read."""
+
+    kind = "unsupported_version"
+
+
+class UnsupportedFeatureError(CheckrunError):
+    """The run, checkpoint or table needs a feature that this library does not know."""
+
+    kind = "unsupported_feature"
+
+
+class ConcurrentCommitError(CheckrunError):
+    """Another writer committed the number that this save claimed."""
+
+    kind = "concurrent_commit"
+
+
+class HistoryPrunedError(CheckrunError):
+    """What changed cannot be told: a checkpoint on the way was pruned."""
+
+    kind = "history_pruned"
+
+
+class StorageError(CheckrunError, OSError):
+    """The store failed: permission, space, network."""
+
+    kind = "storage"
+
+
+class BurntNumberWarning(UserWarning):
+    """Numbers above the latest checkpoint are occupied by objects that are no commits."""
