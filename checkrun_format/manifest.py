@@ -1,0 +1,436 @@
+"""The documents of a run as frozen records, and their parsers (FORMAT.md section 5). Pure: bytes in, records out.
+
+For each document there is `parse_x`, which gives the record or raises, and `validate_x`, which lists every problem.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from checkrun_format import layout, versions
+from checkrun_format.errors import DamagedError
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Sequence53 = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_SEQUENCE)]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Attempt = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16,64}$")]
+Version = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
+FieldName = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$")]
+Columns = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Part = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]], msgspec.Meta(min_length=8)]
+"""A part: table, block, offset, count, first_row, recent, deleted_offset, deleted_count, then a column per field."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all records: frozen, slotted, keyword-only. Unknown keys are ignored (DOC-1)."""
+
+
+class Problem(Record):
+    """One thing that is wrong, and where."""
+
+    place: str
+    kind: str
+    message: str
+
+
+class RunDocument(Record):
+    """`run/zarr.json` (5.1)."""
+
+    kind: Literal["run"]
+    format_version: Version
+    requires: list[str]
+
+
+class PolicyNote(Record):
+    """Who decided base or increment, and why."""
+
+    name: str
+    reason: str
+
+
+class Digest(Record):
+    """Size and SHA-256 of an object, over its raw bytes."""
+
+    bytes: Count
+    sha256: Sha256
+
+
+class Commit(Record):
+    """`run/<sequence>/zarr.json`: the commit of a checkpoint (5.2)."""
+
+    kind: Literal["checkpoint"]
+    format_version: Version
+    requires: list[str]
+    sequence: Sequence53
+    step: Count | None
+    created: str
+    attempt: Attempt
+    parent: Sequence53 | None
+    predecessor: Sequence53 | None
+    rollback_to: Sequence53 | None
+    restores: Count
+    policy: PolicyNote
+    stored_bytes: Count
+    manifest: Digest
+
+
+class Pruned(Record):
+    """The marker that stays where a checkpoint was pruned (5.3)."""
+
+    kind: Literal["pruned"]
+    format_version: Version
+    sequence: Sequence53
+
+
+class Burnt(Record):
+    """What is not in the format: a number occupied by no commit (COM-2)."""
+
+    sequence: int
+
+
+class Field(Record):
+    """One field of a table (5.4)."""
+
+    name: FieldName
+    dtype: str
+    columns: Columns | None
+    encoder: dict[str, Any] | None
+
+
+class TableEntry(Record):
+    """One table of a manifest (5.4)."""
+
+    name: str
+    requires: list[str]
+    addressing: str
+    key_dtype: str | None
+    rows: Count | None
+    storage: str
+    fields: Annotated[list[Field], msgspec.Meta(min_length=1)]
+
+
+class TensorEntry(Record):
+    """One dense tensor of a manifest (5.4)."""
+
+    name: str
+    dtype: str
+    shape: list[Count]
+    writer: Count
+    offset: Count
+
+
+class Span(Record):
+    """A slice of a writer's `blob` array."""
+
+    writer: Count
+    offset: Count
+    bytes: Count
+
+
+class BlobEntry(Record):
+    """One named blob of a manifest (5.4)."""
+
+    name: str
+    writer: Count
+    offset: Count
+    bytes: Count
+
+
+class Manifest(Record):
+    """`manifest.json` (5.4)."""
+
+    commit: dict[str, Any]
+    parent_sha256: Sha256 | None
+    predecessor_sha256: Sha256 | None
+    writers: list[Digest]
+    tables: list[TableEntry]
+    dropped: list[str]
+    tensors: list[TensorEntry]
+    blobs: list[BlobEntry]
+    extra: Any
+    extra_blob: Span | None
+
+
+class ArrayEntry(Record):
+    """Shape, dtype and cut of one stored array (5.5)."""
+
+    dtype: str
+    shape: Annotated[list[Columns], msgspec.Meta(min_length=1, max_length=2)]
+    chunk_rows: Columns
+    compression: str | None
+
+
+class BlockField(Record):
+    """One field of a block (5.5)."""
+
+    name: FieldName
+    encoding: str
+    columns: Columns | None
+    bits: Annotated[int, msgspec.Meta(ge=1, le=8)] | None
+    dtype: str | None
+
+
+class BlockEntry(Record):
+    """One block of a part file (5.5)."""
+
+    rows: Count
+    fields: list[BlockField]
+    arrays: dict[str, ArrayEntry]
+
+
+class PartFile(Record):
+    """`parts-<w>.json.gz` (5.5)."""
+
+    writer: Count
+    attempt: Attempt
+    tables: list[str]
+    blocks: list[BlockEntry]
+    parts: list[Part]
+    dense: dict[str, ArrayEntry]
+
+
+class _Attributes(Record):
+    checkrun: msgspec.Raw
+    zarr_conventions: list[dict[str, Any]]
+
+
+class _Group(Record):
+    zarr_format: Literal[3]
+    node_type: Literal["group"]
+    attributes: _Attributes
+
+
+class _Kind(Record):
+    kind: str
+    format_version: str = ""
+
+
+R = TypeVar("R", bound=Record)
+
+DOCUMENTS: dict[str, type[Record]] = {
+    "run": RunDocument,
+    "commit": Commit,
+    "pruned": Pruned,
+    "manifest": Manifest,
+    "parts": PartFile,
+}
+"""Document name -> its record. `spec/schemas/<name>.schema.json` describes each."""
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a document, as shipped with the format."""
+    packaged = resources.files("checkrun_format") / "_schemas" / f"{name}.schema.json"
+    if packaged.is_file():
+        return json.loads(packaged.read_text("utf-8"))  # type: ignore[no-any-return]
+    source = Path(__file__).parent.parent / "spec" / "schemas" / f"{name}.schema.json"
+    return json.loads(source.read_text("utf-8"))  # type: ignore[no-any-return]
+
+
+def validate(name: str, data: bytes, place: str) -> list[Problem]:
+    """Every problem of a document: that it is no JSON, and all that its schema refuses."""
+    import jsonschema  # only ever needed to explain damage
+
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        return [Problem(place=place, kind="json", message=f"not JSON: {error}")]
+    validator = jsonschema.Draft202012Validator(schema(name))
+    return [
+        Problem(place=f"{place}#{error.json_path}", kind=str(error.validator), message=error.message[:300])
+        for error in validator.iter_errors(document)
+    ]
+
+
+def _decode(name: str, data: bytes, place: str) -> Any:
+    try:
+        return msgspec.json.decode(data, type=DOCUMENTS[name])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        problems = validate(name, data, place)
+        explained = "; ".join(f"{p.place.partition('#')[2]} {p.message}".strip() for p in problems[:5])
+        raise DamagedError(place, f"not a {name} document: {explained or error}") from error
+
+
+def _checkrun_of(data: bytes, place: str) -> bytes:
+    """The `checkrun` object of a `zarr.json`, once its frame is checked (DOC-3)."""
+    try:
+        group = msgspec.json.decode(data, type=_Group)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedError(place, f"not a Zarr v3 group with a checkrun document: {error}") from error
+    if not any(entry.get("uuid") == layout.CONVENTION["uuid"] for entry in group.attributes.zarr_conventions):
+        raise DamagedError(place, "zarr_conventions does not name the checkrun convention")
+    return bytes(group.attributes.checkrun)
+
+
+def _kind_of(body: bytes, place: str) -> str:
+    try:
+        head = msgspec.json.decode(body, type=_Kind)
+    except msgspec.DecodeError as error:
+        raise DamagedError(place, f"no kind in its checkrun document: {error}") from error
+    versions.check_version(head.format_version, place)
+    return head.kind
+
+
+def parse_run(data: bytes, place: str = layout.RUN_KEY) -> RunDocument:
+    """Parse `run/zarr.json`.
+
+    Raises
+    ------
+    DamagedError, UnsupportedVersionError, UnsupportedFeatureError
+        The document is malformed, of another version, or needs an unknown feature.
+    """
+    body = _checkrun_of(data, place)
+    kind = _kind_of(body, place)
+    if kind != "run":
+        raise DamagedError(place, f"its kind is {kind!r}, not 'run'")
+    document: RunDocument = _decode("run", body, place)
+    versions.check_features(document.requires, "the run")
+    return document
+
+
+def parse_occupant(data: bytes, sequence: int) -> Commit | Pruned | Burnt:
+    """Tell what occupies a number (COM-2).
+
+    Raises
+    ------
+    DamagedError
+        The object is neither a commit, nor a pruned marker, nor the remains of something that never was one.
+    UnsupportedVersionError, UnsupportedFeatureError
+        A commit that this library cannot read.
+    """
+    place = layout.commit_key(sequence)
+    if _is_burnt(data):
+        return Burnt(sequence=sequence)
+    body = _checkrun_of(data, place)
+    kind = _kind_of(body, place)
+    if kind not in ("checkpoint", "pruned"):
+        raise DamagedError(place, f"its kind is {kind!r}, neither 'checkpoint' nor 'pruned'")
+    record: Commit | Pruned = _decode("commit" if kind == "checkpoint" else "pruned", body, place)
+    if record.sequence != sequence:
+        raise DamagedError(place, f"it says sequence {record.sequence}")
+    if isinstance(record, Commit):
+        versions.check_features(record.requires, f"checkpoint {sequence}")
+        _check_order(record, place)
+    return record
+
+
+def _is_burnt(data: bytes) -> bool:
+    if not data:
+        return True
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    attributes = document.get("attributes", {}) if isinstance(document, dict) else None
+    return isinstance(attributes, dict) and "checkrun" not in attributes and "zarr_conventions" not in attributes
+
+
+def _check_order(commit: Commit, place: str) -> None:
+    for name in ("parent", "predecessor", "rollback_to"):
+        number = getattr(commit, name)
+        if number is not None and number >= commit.sequence:
+            raise DamagedError(place, f"{name} {number} is not below its sequence {commit.sequence}")
+    if commit.parent is not None and (commit.predecessor is None or commit.parent > commit.predecessor):
+        raise DamagedError(place, f"parent {commit.parent} is above its predecessor {commit.predecessor}")
+
+
+def commit_object(data: bytes) -> dict[str, Any]:
+    """The `checkrun` object of a commit as plain JSON values, without its key `manifest` (MAN-1)."""
+    checkrun: dict[str, Any] = json.loads(data)["attributes"]["checkrun"]
+    return {key: value for key, value in checkrun.items() if key != "manifest"}
+
+
+def check_digest(data: bytes, digest: Digest, place: str) -> None:
+    """Refuse bytes that are not those that a digest was taken of (MAN-1)."""
+    if len(data) != digest.bytes:
+        raise DamagedError(place, f"{len(data)} bytes where {digest.bytes} were written")
+    if hashlib.sha256(data).hexdigest() != digest.sha256:
+        raise DamagedError(place, "its SHA-256 is not the one recorded when it was written")
+
+
+def digest_of(data: bytes) -> Digest:
+    """Size and SHA-256 of bytes."""
+    return Digest(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def parse_manifest(data: bytes, place: str) -> Manifest:
+    """Parse `manifest.json`; its digest is the caller's to check.
+
+    Raises
+    ------
+    DamagedError
+        Malformed, or names in it are not unique.
+    """
+    manifest: Manifest = _decode("manifest", data, place)
+    for what, names in (
+        ("table", [table.name for table in manifest.tables]),
+        ("tensor", [tensor.name for tensor in manifest.tensors]),
+        ("blob", [blob.name for blob in manifest.blobs]),
+    ):
+        _check_unique(what, names, place)
+    for table in manifest.tables:
+        _check_unique(f"field of table {table.name!r}", [field.name for field in table.fields], place)
+        if table.addressing in ("dense", "keyed") and (table.rows is None) != (table.addressing == "keyed"):
+            raise DamagedError(place, f"table {table.name!r}: rows {table.rows} in a {table.addressing} table")
+    return manifest
+
+
+def _check_unique(what: str, names: Sequence[str], place: str) -> None:
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DamagedError(place, f"{what} {twice!r} stands there twice")
+
+
+def parse_parts(data: bytes, place: str) -> PartFile:
+    """Parse `parts-<w>.json.gz` and check it on its own (PRT-1, PRT-2); its digest is the caller's to check.
+
+    Raises
+    ------
+    DamagedError
+        Not gzip, malformed, or its parts do not cut its blocks.
+    """
+    try:
+        text = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DamagedError(place, f"not gzip: {error}") from error
+    document: PartFile = _decode("parts", text, place)
+    _check_parts(document, place)
+    return document
+
+
+def _check_parts(document: PartFile, place: str) -> None:
+    ends = [[0, 0] for _ in document.blocks]
+    for number, part in enumerate(document.parts):
+        table, index, offset, count, first_row, recent, deleted_offset, deleted_count = part[:8]
+        if not 0 <= table < len(document.tables) or not 0 <= index < len(document.blocks):
+            raise DamagedError(place, f"part {number} names table {table} or block {index}, which do not exist")
+        block = document.blocks[index]
+        if len(part) != 8 + len(block.fields) or min(part[8:], default=0) < 0:
+            raise DamagedError(place, f"part {number} has not one column for each field of its block")
+        if [offset, deleted_offset] != ends[index] or min(count, deleted_count) < 0 or not 0 <= recent <= 2:
+            raise DamagedError(place, f"part {number} does not continue its block (PRT-1)")
+        if count and (first_row == -1) != ("rows" in block.arrays):
+            raise DamagedError(place, f"part {number} lists its rows but its block does not, or the reverse (PRT-2)")
+        ends[index] = [offset + count, deleted_offset + deleted_count]
+    for number, (block, (rows, deleted)) in enumerate(zip(document.blocks, ends, strict=True)):
+        stored = block.arrays["deleted"].shape[0] if "deleted" in block.arrays else 0
+        if rows != block.rows or deleted != stored:
+            raise DamagedError(place, f"the parts of block {number} do not cover it (PRT-1)")
+
+
+def pack_parts(document: PartFile) -> bytes:
+    """The bytes of a part file; the same document gives the same bytes."""
+    return gzip.compress(msgspec.json.encode(document), compresslevel=6, mtime=0)
+
+
+def as_object(record: Record) -> dict[str, Any]:
+    """A record as plain JSON values."""
+    return msgspec.to_builtins(record)  # type: ignore[no-any-return]
