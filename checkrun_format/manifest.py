@@ -175,7 +175,7 @@ class BlockField(Record):
     name: FieldName
     encoding: str
     columns: Columns | None
-    bits: Annotated[int, msgspec.Meta(ge=1, le=8)] | None
+    bits: Count | None
     dtype: str | None
 
 

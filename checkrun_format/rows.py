@@ -1,0 +1,236 @@
+"""Sets of rows, and where stored rows fall among wanted ones. Arrays in, arrays out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format.errors import InvalidInputError
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Selection: TypeAlias = "slice | Ids"
+"""Positions: a slice with step 1, or an array."""
+
+
+def sorted_ids(values: npt.NDArray[Any], what: str) -> Ids:
+    """Row ids or keys as a sorted array of int64; duplicates are refused.
+
+    uint64 keys keep their bits: they are ordered as signed int64 (PRT-3).
+
+    Raises
+    ------
+    InvalidInputError
+        Not one-dimensional, no integers, too large for int64 (uint64 ids apart), or an id twice.
+    """
+    ids = as_ids(values, what)
+    if ids.size > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        ids = np.sort(ids)
+        twice = ids[1:][ids[1:] == ids[:-1]]
+        if twice.size:
+            raise InvalidInputError(f"{what}: {int(twice[0])} is there more than once")
+    return ids
+
+
+def as_ids(values: npt.NDArray[Any], what: str) -> Ids:
+    """Row ids or keys as int64 in the order given."""
+    if values.ndim != 1:
+        raise InvalidInputError(f"{what}: {values.ndim} dimensions where a list of ids is wanted")
+    if values.size == 0:
+        return np.zeros(0, np.int64)
+    if values.dtype.kind not in "iu":
+        raise InvalidInputError(f"{what}: {values.dtype} where integers are wanted")
+    native = values.astype(values.dtype.newbyteorder("="), copy=False)
+    return native.view(np.int64) if native.dtype == np.uint64 else native.astype(np.int64, copy=False)
+
+
+def check_bounds(ids: Ids, rows: int, what: str) -> None:
+    """Refuse sorted ids outside 0..rows-1."""
+    if ids.size and (ids[0] < 0 or ids[-1] >= rows):
+        wrong = int(ids[0] if ids[0] < 0 else ids[-1])
+        raise InvalidInputError(f"{what}: row {wrong} is not in a table of {rows} rows")
+
+
+class RowSet:
+    """A growing set of rows of a dense table: one byte for each row up to the highest."""
+
+    def __init__(self, mask: Mask | None = None) -> None:
+        self._mask = np.zeros(0, np.bool_) if mask is None else mask
+
+    @classmethod
+    def of(cls, ids: Ids) -> RowSet:
+        """The set of the given rows."""
+        rows = cls()
+        rows.add(ids)
+        return rows
+
+    def add(self, ids: Ids) -> None:
+        """Add rows."""
+        if ids.size:
+            self._grow(int(ids.max()) + 1)
+            self._mask[ids] = True
+
+    def update(self, other: RowSet) -> None:
+        """Add all rows of another set."""
+        self._grow(other._mask.size)
+        self._mask[: other._mask.size] |= other._mask
+
+    def _grow(self, rows: int) -> None:
+        if rows > self._mask.size:
+            grown = np.zeros(rows, np.bool_)
+            grown[: self._mask.size] = self._mask
+            self._mask = grown
+
+    def copy(self) -> RowSet:
+        """An independent copy."""
+        return RowSet(self._mask.copy())
+
+    def ids(self, rows: int | None = None) -> Ids:
+        """The rows in ascending order, those below `rows` if given."""
+        return np.flatnonzero(self._mask[:rows])
+
+    def contains(self, ids: Ids) -> Mask:
+        """For each id, whether it is in the set."""
+        inside = ids < self._mask.size
+        found = np.zeros(ids.size, np.bool_)
+        found[inside] = self._mask[ids[inside]]
+        return found
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._mask))
+
+
+class KeySet:
+    """A growing set of keys: a sorted array."""
+
+    def __init__(self, keys: Ids | None = None) -> None:
+        self._keys = np.zeros(0, np.int64) if keys is None else keys
+
+    @classmethod
+    def of(cls, ids: Ids) -> KeySet:
+        """The set of the given keys."""
+        return cls(np.unique(ids))
+
+    def add(self, ids: Ids) -> None:
+        """Add keys."""
+        self._keys = np.union1d(self._keys, ids)
+
+    def update(self, other: KeySet) -> None:
+        """Add all keys of another set."""
+        self.add(other._keys)
+
+    def copy(self) -> KeySet:
+        """An independent copy (the arrays are never changed in place)."""
+        return KeySet(self._keys)
+
+    def ids(self) -> Ids:
+        """The keys in ascending order."""
+        return self._keys
+
+    def contains(self, ids: Ids) -> Mask:
+        """For each key, whether it is in the set."""
+        return is_in_sorted(ids, self._keys)
+
+    def __len__(self) -> int:
+        return int(self._keys.size)
+
+
+def is_in_sorted(ids: Ids, ordered: Ids) -> Mask:
+    """For each id, whether it stands in a sorted array."""
+    if ordered.size == 0:
+        return np.zeros(ids.size, np.bool_)
+    places = np.searchsorted(ordered, ids)
+    places[places == ordered.size] = 0
+    return np.asarray(ordered[places] == ids)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRange:
+    """Rows first..stop-1 are wanted; row r goes to place r - first."""
+
+    first: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    def among_range(self, first: int, count: int) -> tuple[Selection, Selection]:
+        """Positions among `count` rows from `first` on that are wanted, and their places."""
+        low, high = max(first, self.first), min(first + count, self.stop)
+        high = max(low, high)
+        return slice(low - first, high - first), slice(low - self.first, high - self.first)
+
+    def among_ids(self, ids: Ids) -> tuple[Selection, Selection]:
+        """The same among ascending ids."""
+        low, high = np.searchsorted(ids, [self.first, self.stop])
+        return slice(int(low), int(high)), ids[low:high] - self.first
+
+    def touches(self, low: int, high: int) -> bool:
+        """Whether any row of low..high (inclusive) is wanted."""
+        return low < self.stop and high >= self.first
+
+    def ids(self) -> Ids:
+        """The wanted rows."""
+        return np.arange(self.first, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedIds:
+    """The rows or keys of an ascending array are wanted; each goes to its place in it."""
+
+    wanted: Ids
+
+    def __len__(self) -> int:
+        return int(self.wanted.size)
+
+    def among_range(self, first: int, count: int) -> tuple[Selection, Selection]:
+        """Positions among `count` rows from `first` on that are wanted, and their places."""
+        low, high = np.searchsorted(self.wanted, [first, first + count])
+        return self.wanted[low:high] - first, slice(int(low), int(high))
+
+    def among_ids(self, ids: Ids) -> tuple[Selection, Selection]:
+        """The same among ascending ids."""
+        if ids.size < self.wanted.size:
+            found = is_in_sorted(ids, self.wanted)
+            return np.flatnonzero(found), np.searchsorted(self.wanted, ids[found])
+        found = is_in_sorted(self.wanted, ids)
+        return np.searchsorted(ids, self.wanted[found]), np.flatnonzero(found)
+
+    def touches(self, low: int, high: int) -> bool:
+        """Whether any row of low..high (inclusive) is wanted."""
+        start = int(np.searchsorted(self.wanted, low))
+        return start < self.wanted.size and int(self.wanted[start]) <= high
+
+    def ids(self) -> Ids:
+        """The wanted rows or keys."""
+        return self.wanted
+
+
+Wanted: TypeAlias = WantedRange | WantedIds
+
+
+def length(selection: Selection) -> int:
+    """How many positions a selection has."""
+    return selection.stop - selection.start if isinstance(selection, slice) else int(selection.size)
+
+
+def keep(selection: Selection, mask: Mask) -> Selection:
+    """The positions of a selection for which a mask of the same length is true."""
+    if bool(mask.all()):
+        return selection
+    if isinstance(selection, slice):
+        return np.flatnonzero(mask) + selection.start
+    return selection[mask]
+
+
+def as_slice(selection: Selection) -> Selection:
+    """The same positions as a slice, if they follow one another."""
+    if isinstance(selection, slice) or selection.size == 0:
+        return selection
+    first, last = int(selection[0]), int(selection[-1])
+    if last - first + 1 == selection.size and bool((np.diff(selection) == 1).all()):
+        return slice(first, last + 1)
+    return selection

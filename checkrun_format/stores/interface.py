@@ -1,0 +1,68 @@
+"""The operations that the format needs of a store (FORMAT.md STO-1, STO-2)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Buffer: TypeAlias = bytes | npt.NDArray[np.uint8]
+"""What a store takes: bytes, or a contiguous array of bytes."""
+
+
+class AlreadyExistsError(Exception):
+    """`Store.create` found the key occupied. Never reaches the user: callers say what it means."""
+
+
+class Store(ABC):
+    """Byte strings under keys such as `00000041/zarr.json`, relative to the run.
+
+    Every method raises `StorageError` when the store fails.
+    """
+
+    url: str
+    """Where it is, for messages."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The object, None if there is none."""
+
+    @abstractmethod
+    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+        """Store a new object, the buffers one after another; return its size. Never overwrites."""
+
+    @abstractmethod
+    def create(self, key: str, data: bytes) -> None:
+        """Store an object atomically and durably if the key is free.
+
+        Raises
+        ------
+        AlreadyExistsError
+            The key is occupied.
+        """
+
+    @abstractmethod
+    def replace(self, key: str, data: bytes) -> None:
+        """Store an object atomically, over another if need be."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete an object; none is no error."""
+
+    @abstractmethod
+    def folders(self) -> list[str] | None:
+        """Names directly below the run that hold anything, in no order; None if the run itself does not exist."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> dict[str, int]:
+        """Key and size of every object below a prefix."""
+
+    @abstractmethod
+    def sync(self, prefix: str) -> None:
+        """Return once every object below a prefix, and the way to it, survives a crash of the machine."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: open the run in each process")

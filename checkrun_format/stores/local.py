@@ -1,0 +1,225 @@
+"""A run in a local folder: plain files, created with `link`, synced before every commit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+
+from checkrun_format.errors import StorageError
+from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
+
+_MISSING = (FileNotFoundError, NotADirectoryError)
+_NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
+_MAX_BUFFERS = 512
+
+
+class LocalStore(Store):
+    """Objects as files below a folder.
+
+    Parameters
+    ----------
+    path : str
+        The run's folder; `~` is expanded. Nothing is created before the first write.
+    durable : bool
+        False skips every sync.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.root = os.path.abspath(os.path.expanduser(os.fspath(path)))
+        self.url = self.root
+        self.durable = durable
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.root!r})"
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.root, *key.split("/")) if key else self.root
+
+    def get(self, key: str) -> bytes | None:
+        with _storage_errors(self._path(key)):
+            try:
+                with open(self._path(key), "rb", buffering=0) as file:
+                    return file.readall()
+            except (*_MISSING, IsADirectoryError):
+                return None
+
+    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+        path = self._path(key)
+        with _storage_errors(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return _write_new(path, buffers)
+
+    def create(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with _storage_errors(path):
+            self._make_folder(os.path.dirname(path))
+            temporary = self._write_temporary(path, data)
+            try:
+                self._link(temporary, path, data)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+            self._sync_folder(os.path.dirname(path))
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with _storage_errors(path):
+            temporary = self._write_temporary(path, data)
+            try:
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            self._sync_folder(os.path.dirname(path))
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _storage_errors(path), contextlib.suppress(*_MISSING):
+            os.unlink(path)
+            self._remove_empty_folders(os.path.dirname(path))
+
+    def folders(self) -> list[str] | None:
+        with _storage_errors(self.root):
+            try:
+                return os.listdir(self.root)
+            except _MISSING:
+                return None
+
+    def list(self, prefix: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with _storage_errors(self._path(prefix)):
+            for folder, _, names in os.walk(self._path(prefix), onerror=_raise_unless_missing):
+                for name in names:
+                    path = os.path.join(folder, name)
+                    with contextlib.suppress(*_MISSING):
+                        found[os.path.relpath(path, self.root).replace(os.sep, "/")] = os.stat(path).st_size
+        return found
+
+    def sync(self, prefix: str) -> None:
+        if not self.durable:
+            return
+        with _storage_errors(self._path(prefix)):
+            for folder, _, names in os.walk(self._path(prefix), topdown=False, onerror=_raise):
+                for name in sorted(names):
+                    self._sync_file(os.path.join(folder, name))
+                self._sync_folder(folder)
+            above = os.path.dirname(self._path(prefix))
+            while len(above) >= len(self.root):
+                self._sync_folder(above)
+                above = os.path.dirname(above)
+
+    def _make_folder(self, folder: str) -> None:
+        """Create a folder and those above it, each durable in its own parent."""
+        if os.path.isdir(folder):
+            return
+        self._make_folder(os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        self._sync_folder(os.path.dirname(folder))
+
+    def _write_temporary(self, path: str, data: bytes) -> str:
+        temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")
+        try:
+            _write_new(temporary, [data])
+            self._sync_file(temporary)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return temporary
+
+    def _link(self, temporary: str, path: str, data: bytes) -> None:
+        try:
+            os.link(temporary, path)
+        except FileExistsError as error:
+            raise AlreadyExistsError(path) from error
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+            self._create_exclusively(path, data)
+
+    def _create_exclusively(self, path: str, data: bytes) -> None:
+        """What remains where the file system has no `link`: a crash in here burns the number (COM-2)."""
+        try:
+            _write_new(path, [data])
+        except FileExistsError as error:
+            raise AlreadyExistsError(path) from error
+        self._sync_file(path)
+
+    def _sync_file(self, path: str) -> None:
+        if self.durable:
+            _fsync(path, os.O_RDONLY)
+
+    def _sync_folder(self, path: str) -> None:
+        if self.durable:
+            _fsync(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+
+    def _remove_empty_folders(self, folder: str) -> None:
+        while folder != self.root:
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return
+            folder = os.path.dirname(folder)
+
+
+def _write_new(path: str, buffers: Sequence[Buffer]) -> int:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        return _write_all(descriptor, buffers)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> int:
+    waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    total = sum(view.nbytes for view in waiting)
+    while waiting:
+        written = os.writev(descriptor, waiting[:_MAX_BUFFERS])
+        while waiting and written >= waiting[0].nbytes:
+            written -= waiting.pop(0).nbytes
+        if written:
+            waiting[0] = waiting[0][written:]
+    return total
+
+
+def _fsync(path: str, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, _MISSING):
+        raise error
+
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space and save again",
+    errno.EDQUOT: "the quota is used up: free some space and save again",
+    errno.EACCES: "permission denied: check the owner and mode of the folder",
+    errno.EPERM: "operation not permitted: check the owner and mode of the folder",
+    errno.EROFS: "the file system is read-only",
+    errno.ENAMETOOLONG: "the path is too long for this file system",
+}
+
+
+@contextlib.contextmanager
+def _storage_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
+        raise StorageError(error.errno, f"{error.filename or path}: {advice}") from error
