@@ -1,0 +1,238 @@
+"""Blocks on their way to the store: layouts, encoded rows, pools of small parts (FORMAT.md section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import dtypes, packing, quantize
+from checkrun_format.rows import Ids, Mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldPlan:
+    """How one field of one part is to be encoded."""
+
+    name: str
+    dtype: str
+    """Logical dtype of the table's field."""
+    columns: int | None
+    """Width that the part holds."""
+    start: int = 0
+    """First column that the part holds."""
+    bits: int | None = None
+    encoder: str = "minmax"
+    store_as: str | None = None
+
+    @property
+    def stored(self) -> str:
+        """Logical dtype of the values of a raw field."""
+        return self.store_as or self.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row before encoding."""
+        return dtypes.logical(self.dtype).itemsize * (self.columns or 1)
+
+    @property
+    def widest(self) -> int:
+        """Bytes of one row of its widest array."""
+        if self.bits is not None:
+            return max(packing.packed_width(self.columns or 1, self.bits), 8)
+        return dtypes.logical(self.stored).itemsize * (self.columns or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldLayout:
+    """What the arrays of one field of a block look like."""
+
+    name: str
+    dtype: str
+    encoding: str
+    columns: int | None
+    bits: int | None = None
+    stored: str | None = None
+    qparams: str | None = None
+
+    @property
+    def widest(self) -> int:
+        """Bytes of one row of its widest array."""
+        if self.encoding == "affine":
+            return max(packing.packed_width(self.columns or 1, self.bits or 8), 8)
+        return dtypes.logical(self.stored or self.dtype).itemsize * (self.columns or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """What all parts of a block have in common."""
+
+    fields: tuple[FieldLayout, ...]
+    listed: bool
+
+    @property
+    def widest(self) -> int:
+        """Bytes of one row of the widest row-aligned array."""
+        return max([8 * self.listed, *(f.widest for f in self.fields), 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedField:
+    """Rows of one field as they are stored."""
+
+    layout: FieldLayout
+    arrays: dict[str, npt.NDArray[Any]]
+    """`codes` and `qparams`, or `values`; in the dtypes that are stored."""
+    exact_index: Ids
+    exact_values: npt.NDArray[Any]
+    """In the dtype that stores the field's logical dtype."""
+    error_bound: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRows:
+    """Some rows of a part, encoded."""
+
+    count: int
+    fields: list[EncodedField]
+    rows: Ids | None
+    """Row numbers or keys, None in a range."""
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The layout of a block that can hold them."""
+        return BlockLayout(fields=tuple(f.layout for f in self.fields), listed=self.rows is not None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Encoder:
+    """Encodes rows of one part piece by piece; the first piece settles the dtype of the qparams."""
+
+    plans: Sequence[FieldPlan]
+    _qparams: dict[str, str] = field(default_factory=dict)
+
+    def encode(self, values: dict[str, npt.NDArray[Any]], rows: Ids | None) -> EncodedRows:
+        """Encode one piece."""
+        fields = [self._field(plan, values[plan.name]) for plan in self.plans]
+        return EncodedRows(count=len(values[self.plans[0].name]), fields=fields, rows=rows)
+
+    def _field(self, plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
+        if plan.bits is not None:
+            return self._affine(plan, values)
+        return _narrowed(plan, values) if plan.stored != plan.dtype else _raw(plan, values)
+
+    def _affine(self, plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
+        q = quantize.encode(values, plan.bits or 0, plan.encoder, self._qparams.get(plan.name))
+        self._qparams.setdefault(plan.name, q.qparams.dtype.name)
+        layout = FieldLayout(
+            name=plan.name,
+            dtype=plan.dtype,
+            encoding="affine",
+            columns=plan.columns,
+            bits=plan.bits,
+            qparams=q.qparams.dtype.name,
+        )
+        return EncodedField(
+            layout=layout,
+            arrays={"codes": q.codes, "qparams": q.qparams},
+            exact_index=q.exact_index,
+            exact_values=dtypes.to_stored(q.exact_values),
+            error_bound=q.error_bound,
+        )
+
+
+def _raw(plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
+    stored = dtypes.to_stored(values)
+    return EncodedField(
+        layout=_raw_layout(plan),
+        arrays={"values": stored},
+        exact_index=np.zeros(0, np.int64),
+        exact_values=stored[:0],
+    )
+
+
+def _narrowed(plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
+    narrowed, exact_index = quantize.narrow(values, plan.stored)
+    return EncodedField(
+        layout=_raw_layout(plan),
+        arrays={"values": dtypes.to_stored(narrowed)},
+        exact_index=exact_index,
+        exact_values=dtypes.to_stored(np.ascontiguousarray(values[exact_index])),
+    )
+
+
+def _raw_layout(plan: FieldPlan) -> FieldLayout:
+    return FieldLayout(
+        name=plan.name, dtype=plan.dtype, encoding="raw", columns=plan.columns, stored=plan.stored
+    )
+
+
+def join(pieces: Sequence[EncodedRows]) -> EncodedRows:
+    """Pieces of one layout as one, in their order."""
+    if len(pieces) == 1:
+        return pieces[0]
+    starts = np.cumsum([0, *(piece.count for piece in pieces)])
+    fields = [
+        _join_field([piece.fields[i] for piece in pieces], starts) for i in range(len(pieces[0].fields))
+    ]
+    rows = None if pieces[0].rows is None else np.concatenate([p.rows for p in pieces if p.rows is not None])
+    return EncodedRows(count=int(starts[-1]), fields=fields, rows=rows)
+
+
+def _join_field(parts: Sequence[EncodedField], starts: Iterable[int]) -> EncodedField:
+    return EncodedField(
+        layout=parts[0].layout,
+        arrays={name: np.concatenate([p.arrays[name] for p in parts]) for name in parts[0].arrays},
+        exact_index=np.concatenate([p.exact_index + start for p, start in zip(parts, starts, strict=False)]),
+        exact_values=np.concatenate([p.exact_values for p in parts]),
+        error_bound=max(p.error_bound for p in parts),
+    )
+
+
+def cut(encoded: EncodedRows, low: int, high: int) -> EncodedRows:
+    """Rows low..high-1 of them."""
+    if low == 0 and high == encoded.count:
+        return encoded
+    rows = None if encoded.rows is None else encoded.rows[low:high]
+    return EncodedRows(count=high - low, fields=[_cut_field(f, low, high) for f in encoded.fields], rows=rows)
+
+
+def _cut_field(f: EncodedField, low: int, high: int) -> EncodedField:
+    first, last = np.searchsorted(f.exact_index, [low, high])
+    return EncodedField(
+        layout=f.layout,
+        arrays={name: array[low:high] for name, array in f.arrays.items()},
+        exact_index=f.exact_index[first:last] - low,
+        exact_values=f.exact_values[first:last],
+        error_bound=f.error_bound,
+    )
+
+
+def copied(encoded: EncodedRows) -> EncodedRows:
+    """The same without any memory of the caller's."""
+    fields = [
+        EncodedField(
+            layout=f.layout,
+            arrays={name: np.array(array) for name, array in f.arrays.items()},
+            exact_index=f.exact_index,
+            exact_values=np.array(f.exact_values),
+            error_bound=f.error_bound,
+        )
+        for f in encoded.fields
+    ]
+    return EncodedRows(count=encoded.count, fields=fields, rows=None if encoded.rows is None else np.array(encoded.rows))
+
+
+@dataclass(slots=True)
+class Pool:
+    """Small parts of one layout that will share a block."""
+
+    pieces: list[EncodedRows] = field(default_factory=list)
+    recents: list[Mask | bool] = field(default_factory=list)
+    deleted: list[Ids] = field(default_factory=list)
+    headers: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    """For each part: table, first row (-1 if listed), columns."""
+    bytes: int = 0

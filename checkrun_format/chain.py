@@ -1,0 +1,233 @@
+"""The numbers of a run, what occupies them, and how checkpoints lie over one another (FORMAT.md COM-2, section 8)."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+
+from checkrun_format import layout, manifest
+from checkrun_format.errors import (
+    BurntError,
+    BurntNumberWarning,
+    CheckpointNotFoundError,
+    CheckrunError,
+    DamagedError,
+    HistoryPrunedError,
+    NotARunError,
+    PrunedError,
+    RunNotFoundError,
+)
+from checkrun_format.manifest import Burnt, Commit, Pruned, TableEntry
+from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.stores import Store
+
+
+class History:
+    """The checkpoints of a run.
+
+    Commits never change but by pruning, so what has been read of a committed checkpoint is kept.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._checkpoints: dict[int, StoredCheckpoint] = {}
+        self._lock = threading.Lock()
+
+    def check_run(self) -> None:
+        """Read the run document.
+
+        Raises
+        ------
+        RunNotFoundError, NotARunError, DamagedError, UnsupportedVersionError, UnsupportedFeatureError
+        """
+        data = self.store.get(layout.RUN_KEY)
+        if data is not None:
+            manifest.parse_run(data)
+        elif self.store.folders() is None:
+            raise RunNotFoundError(f"{self.store.url} does not exist")
+        else:
+            raise NotARunError(f"{self.store.url} holds no run: it has no {layout.RUN_KEY}")
+
+    def numbers(self) -> list[int]:
+        """The numbers that have a folder, occupied or not, in ascending order (TRE-1)."""
+        names = self.store.folders() or []
+        return sorted(number for name in names if (number := layout.parse_folder(name)) is not None)
+
+    def occupant(self, sequence: int) -> Commit | Pruned | Burnt | None:
+        """What occupies a number, None if it is free (COM-2); errors as of `parse_occupant`."""
+        data = self.store.get(layout.commit_key(sequence))
+        return None if data is None else manifest.parse_occupant(data, sequence)
+
+    def head(self) -> int:
+        """The highest occupied number, 0 in an empty run."""
+        for number in reversed(self.numbers()):
+            if self.store.get(layout.commit_key(number)) is not None:
+                return number
+        return 0
+
+    def latest(self, *, skip_damaged: bool = False) -> int | None:
+        """The highest committed number (HEA-5, COM-5)."""
+        passed = []
+        for number in reversed(self.numbers()):
+            try:
+                occupant = self.occupant(number)
+            except DamagedError as error:
+                if not skip_damaged:
+                    raise _explained(error, number) from error
+                continue
+            if isinstance(occupant, Commit):
+                if passed:
+                    _warn_of_burnt(passed, number)
+                return number
+            if isinstance(occupant, Burnt):
+                passed.append(number)
+        return None
+
+    def get(self, sequence: int) -> StoredCheckpoint:
+        """A committed checkpoint.
+
+        Raises
+        ------
+        CheckpointNotFoundError, PrunedError, BurntError, DamagedError
+        """
+        with self._lock:
+            if sequence not in self._checkpoints:
+                self._checkpoints[sequence] = self._read(sequence)
+            return self._checkpoints[sequence]
+
+    def _read(self, sequence: int) -> StoredCheckpoint:
+        key = layout.commit_key(sequence)
+        data = self.store.get(key)
+        if data is None:
+            raise CheckpointNotFoundError(f"{self.store.url} has no checkpoint {sequence}")
+        occupant = manifest.parse_occupant(data, sequence)
+        if isinstance(occupant, Pruned):
+            raise PrunedError(f"checkpoint {sequence} was pruned")
+        if isinstance(occupant, Burnt):
+            raise BurntError(f"{key} is no commit: number {sequence} was burnt by a write that did not finish")
+        return StoredCheckpoint(self.store, occupant, manifest.commit_object(data))
+
+    def commits(self) -> Iterator[Commit]:
+        """The commits from the lowest number to the highest; reads nothing else."""
+        for number in self.numbers():
+            occupant = self.occupant(number)
+            if isinstance(occupant, Commit):
+                yield occupant
+
+    def parent(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint | None:
+        """The parent, its digest checked (MAN-2).
+
+        Raises
+        ------
+        DamagedError, PrunedError
+            The chain is broken.
+        """
+        sequence = checkpoint.commit.parent
+        return None if sequence is None else self._below(checkpoint, sequence, checkpoint.manifest.parent_sha256)
+
+    def _below(self, checkpoint: StoredCheckpoint, sequence: int, sha256: str | None) -> StoredCheckpoint:
+        try:
+            below = self.get(sequence)
+        except (CheckpointNotFoundError, BurntError) as error:
+            place = layout.commit_key(sequence)
+            raise DamagedError(place, f"missing, but checkpoint {checkpoint.commit.sequence} needs it") from error
+        except PrunedError as error:
+            raise PrunedError(f"{error}, but checkpoint {checkpoint.commit.sequence} needs it") from error
+        if below.commit.manifest.sha256 != sha256:
+            place = layout.commit_key(sequence)
+            raise DamagedError(place, f"not the one that checkpoint {checkpoint.commit.sequence} was laid over (MAN-2)")
+        return below
+
+    def chain(self, checkpoint: StoredCheckpoint) -> Iterator[StoredCheckpoint]:
+        """A checkpoint, its parent, and so on down to a base."""
+        below: StoredCheckpoint | None = checkpoint
+        while below is not None:
+            yield below
+            below = self.parent(below)
+
+    def layers(self, checkpoint: StoredCheckpoint, table: str) -> list[tuple[StoredCheckpoint, TableEntry]]:
+        """The layers of a table, newest first, down to the one that stores it full (9.3).
+
+        Raises
+        ------
+        DamagedError
+            A layer breaks LAY-2 or LAY-3.
+        """
+        layers: list[tuple[StoredCheckpoint, TableEntry]] = []
+        for below in self.chain(checkpoint):
+            if layers and not below.has(table):
+                raise DamagedError(
+                    layers[-1][0].place("manifest.json"), f"table {table!r} is not in the parent (LAY-2)"
+                )
+            entry = below.entry(table)
+            if layers:
+                problem = _layer_problem(layers[-1][1], entry)
+                if problem:
+                    raise DamagedError(layers[-1][0].place("manifest.json"), f"table {table!r}: {problem}")
+            layers.append((below, entry))
+            if entry.storage == "full":
+                return layers
+        raise DamagedError(layers[-1][0].place("manifest.json"), f"table {table!r} is not full in a base (LAY-2)")
+
+    def predecessors(self, checkpoint: StoredCheckpoint, stop: int) -> Iterator[StoredCheckpoint]:
+        """A checkpoint and those below it along `predecessor`, down to and excluding `stop` (CHG-1).
+
+        Raises
+        ------
+        HistoryPrunedError
+            One of them is pruned or missing, or the way does not meet `stop` (CHG-3).
+        """
+        below = checkpoint
+        while below.commit.sequence > stop:
+            yield below
+            number = below.commit.predecessor
+            if number == stop:
+                return
+            if number is None or number < stop:
+                raise HistoryPrunedError(
+                    f"checkpoint {stop} is not among the predecessors of {checkpoint.commit.sequence}: "
+                    "what changed since is unknown; load the checkpoint as a whole"
+                )
+            try:
+                below = self._below(below, number, below.manifest.predecessor_sha256)
+            except (PrunedError, DamagedError) as error:
+                raise HistoryPrunedError(
+                    f"what changed between {stop} and {checkpoint.commit.sequence} is unknown: {error}; "
+                    "load the checkpoint as a whole"
+                ) from error
+
+
+def same_kind(one: TableEntry, other: TableEntry) -> bool:
+    """Whether two layers of a table have the same addressing, key dtype and fields (LAY-2)."""
+    return (one.addressing, one.key_dtype, _fields(one)) == (other.addressing, other.key_dtype, _fields(other))
+
+
+def _fields(entry: TableEntry) -> set[tuple[str, str, int | None]]:
+    return {(f.name, f.dtype, f.columns) for f in entry.fields}
+
+
+def _layer_problem(above: TableEntry, below: TableEntry) -> str | None:
+    if not same_kind(above, below):
+        return "fields or addressing differ from the parent's (LAY-2)"
+    if above.rows is not None and below.rows is not None and above.rows < below.rows:
+        return f"{above.rows} rows over {below.rows} in the parent (LAY-3)"
+    if above.storage == "unchanged" and above.rows != below.rows:
+        return f"unchanged with {above.rows} rows over {below.rows} in the parent (LAY-3)"
+    return None
+
+
+def _explained(error: CheckrunError, number: int) -> DamagedError:
+    assert isinstance(error, DamagedError)
+    return DamagedError(
+        error.place,
+        f"{error.problem}. It may have been checkpoint {number}: repair it from a copy, open an older checkpoint by "
+        "its number, or pass skip_damaged=True",
+    )
+
+
+def _warn_of_burnt(numbers: list[int], latest: int) -> None:
+    listed = ", ".join(layout.commit_key(number) for number in sorted(numbers))
+    warnings.warn(
+        f"{listed}: no commit, the number is burnt; the latest checkpoint is {latest}", BurntNumberWarning, stacklevel=4
+    )

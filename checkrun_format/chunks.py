@@ -1,0 +1,125 @@
+"""One array's chunks as objects: payload, codecs, checksum (FORMAT.md section 4).
+
+Under the codecs `bytes`, `crc32c` a chunk object is exactly its elements followed by their CRC-32C, so uncompressed
+chunks go from the array to the file, and back, without a codec pipeline. Any Zarr library reads the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import dtypes, layout
+from checkrun_format.errors import DamagedError, UnsupportedFeatureError
+from checkrun_format.manifest import ArrayEntry
+from checkrun_format.stores import Buffer, Store
+
+_CHECKSUM = 4
+
+
+def row_bytes(entry: ArrayEntry) -> int:
+    """Bytes of one row of an array."""
+    return int(dtypes.logical(entry.dtype).itemsize * np.prod(entry.shape[1:], dtype=object))
+
+
+def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> list[Buffer]:
+    """The object of one chunk, as buffers to be written one after another.
+
+    Parameters
+    ----------
+    values : array
+        The chunk's rows, in the dtype that is stored; fewer than `chunk_rows` in the last chunk, which is filled up
+        with zeros (ZAR-4).
+    """
+    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    payload: Buffer = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
+    padding = bytes((entry.chunk_rows - len(values)) * row_bytes(entry))
+    if entry.compression is not None:
+        payload, padding = compress(b"".join([payload.tobytes(), padding]), entry.compression, values.itemsize), b""
+    checksum = google_crc32c.extend(google_crc32c.value(payload), padding)
+    return [payload, padding, checksum.to_bytes(_CHECKSUM, "little")]
+
+
+def decode(data: bytes | None, entry: ArrayEntry, index: int, place: str) -> npt.NDArray[Any]:
+    """The rows of one chunk, read-only, those beyond the array's end cut off.
+
+    Raises
+    ------
+    DamagedError
+        The object is missing, truncated or altered (ZAR-3, ZAR-4).
+    UnsupportedFeatureError
+        An unknown compression.
+    """
+    if data is None:
+        raise DamagedError(place, "the object is missing")
+    payload = np.frombuffer(data, np.uint8)[:-_CHECKSUM]
+    if len(data) < _CHECKSUM or google_crc32c.value(payload) != int.from_bytes(data[-_CHECKSUM:], "little"):
+        raise DamagedError(place, "its CRC-32C does not match: the object is truncated or altered")
+    if entry.compression is not None:
+        payload = _decompress(payload, entry.compression, place)
+    size = entry.chunk_rows * row_bytes(entry)
+    if payload.size != size:
+        raise DamagedError(place, f"a chunk of {payload.size} bytes where {size} belong")
+    rows = payload.view(dtypes.logical(entry.dtype).newbyteorder("<")).reshape(entry.chunk_rows, *entry.shape[1:])
+    return rows[: entry.shape[0] - index * entry.chunk_rows]
+
+
+def compress(payload: bytes, compression: str, itemsize: int) -> bytes:
+    """Compress as ZAR-6 says: `zstd` at level 1, `blosc` as zstd 5 with byte shuffle."""
+    import numcodecs.blosc
+    import numcodecs.zstd
+
+    if compression == "zstd":
+        return bytes(numcodecs.zstd.compress(payload, 1))
+    shuffle = numcodecs.blosc.SHUFFLE
+    typed = np.frombuffer(payload, f"V{itemsize}")
+    return bytes(numcodecs.blosc.compress(typed, b"zstd", 5, shuffle, 0, itemsize))
+
+
+def _decompress(payload: npt.NDArray[np.uint8], compression: str, place: str) -> npt.NDArray[np.uint8]:
+    import numcodecs.blosc
+    import numcodecs.zstd
+
+    decompressors = {"zstd": numcodecs.zstd.decompress, "blosc": numcodecs.blosc.decompress}
+    if compression not in decompressors:
+        raise UnsupportedFeatureError(f"{place}: unknown compression {compression!r}")
+    try:
+        return np.frombuffer(decompressors[compression](payload.tobytes()), np.uint8)
+    except (RuntimeError, ValueError) as error:
+        raise DamagedError(place, f"{compression} cannot decompress it: {error}") from error
+
+
+def smaller_compression(values: npt.NDArray[Any]) -> str:
+    """Which of `blosc` and `zstd` makes fewer bytes of these values (ZAR-6)."""
+    payload = np.ascontiguousarray(values).tobytes()
+    sizes = {name: len(compress(payload, name, values.itemsize)) for name in ("blosc", "zstd")}
+    return min(sizes, key=lambda name: sizes[name])
+
+
+def read(store: Store, array_key: str, entry: ArrayEntry, index: int) -> npt.NDArray[Any]:
+    """Read chunk `index` of the array at `array_key`; errors as for `decode`."""
+    key = f"{array_key}/{layout.chunk_name(index, len(entry.shape))}"
+    return decode(store.get(key), entry, index, key)
+
+
+def read_rows(store: Store, array_key: str, entry: ArrayEntry, start: int, stop: int) -> npt.NDArray[Any]:
+    """Read rows start..stop-1 of an array, from as few chunks as hold them."""
+    first, last = start // entry.chunk_rows, max(start, stop - 1) // entry.chunk_rows
+    pieces = [read(store, array_key, entry, index) for index in range(first, last + 1)]
+    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return rows[start - first * entry.chunk_rows : stop - first * entry.chunk_rows]
+
+
+def object_names(array: str, entry: ArrayEntry) -> list[str]:
+    """Every object of an array: its metadata and its chunks."""
+    count = layout.chunk_count(entry.shape[0], entry.chunk_rows)
+    return [f"{array}/zarr.json", *(f"{array}/{layout.chunk_name(i, len(entry.shape))}" for i in range(count))]
+
+
+def entry_for(dtype: str, shape: Sequence[int], chunk_rows: int, compression: str | None = None) -> ArrayEntry:
+    """An array entry (5.5)."""
+    return ArrayEntry(dtype=dtype, shape=list(shape), chunk_rows=chunk_rows, compression=compression)

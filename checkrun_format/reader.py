@@ -1,0 +1,429 @@
+"""One stored checkpoint: its documents, checked, and its row chunks, decoded (FORMAT.md sections 5 to 7)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import chunks, dtypes, layout, manifest, packing, quantize, versions
+from checkrun_format.errors import (
+    DamagedError,
+    InvalidInputError,
+    TableNotFoundError,
+    UnsupportedFeatureError,
+)
+from checkrun_format.manifest import ArrayEntry, BlockEntry, BlockField, Commit, Field, PartFile, TableEntry
+from checkrun_format.rows import Ids, Mask, Selection
+from checkrun_format.stores import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part, as its part file says (5.5)."""
+
+    writer: int
+    block: int
+    offset: int
+    count: int
+    first_row: int
+    recent: int
+    deleted_offset: int
+    deleted_count: int
+    columns: tuple[int, ...]
+
+
+class StoredCheckpoint:
+    """A committed checkpoint as it lies in the store. Documents are read and checked when first needed.
+
+    Parameters
+    ----------
+    store : Store
+    commit : Commit
+    commit_object : dict
+        The commit's plain JSON values without `manifest` (MAN-1).
+    """
+
+    def __init__(self, store: Store, commit: Commit, commit_object: dict[str, Any]) -> None:
+        self.store = store
+        self.commit = commit
+        self.prefix = layout.attempt_prefix(commit.sequence, commit.attempt)
+        self._commit_object = commit_object
+
+    def place(self, name: str) -> str:
+        """Key of an object of the attempt."""
+        return f"{self.prefix}/{name}"
+
+    @functools.cached_property
+    def manifest(self) -> manifest.Manifest:
+        """The manifest, checked against the commit (MAN-1)."""
+        place = self.place("manifest.json")
+        data = self.store.get(place)
+        if data is None:
+            raise DamagedError(place, "the object is missing")
+        manifest.check_digest(data, self.commit.manifest, place)
+        document = manifest.parse_manifest(data, place)
+        if document.commit != self._commit_object:
+            raise DamagedError(layout.commit_key(self.commit.sequence), "it differs from what its manifest repeats")
+        return document
+
+    @functools.cached_property
+    def _entries(self) -> dict[str, TableEntry]:
+        return {table.name: table for table in self.manifest.tables}
+
+    def entry(self, table: str) -> TableEntry:
+        """A table's entry.
+
+        Raises
+        ------
+        TableNotFoundError
+        UnsupportedFeatureError
+            This table cannot be read by this library (TAB-1).
+        """
+        if table not in self._entries:
+            known = ", ".join(map(repr, list(self._entries)[:5])) or "none"
+            raise TableNotFoundError(f"checkpoint {self.commit.sequence} has no table {table!r}; it has {known}")
+        entry = self._entries[table]
+        check_supported(entry, self.commit.sequence)
+        return entry
+
+    def has(self, table: str) -> bool:
+        """Whether the checkpoint has a table of this name."""
+        return table in self._entries
+
+    def part_file(self, writer: int) -> PartFile:
+        """A writer's part file, checked (MAN-1, PRT-1, PRT-2)."""
+        return self._part_files[writer]
+
+    @functools.cached_property
+    def _part_files(self) -> list[PartFile]:
+        return [self._read_part_file(writer) for writer in range(len(self.manifest.writers))]
+
+    def _read_part_file(self, writer: int) -> PartFile:
+        place = self.place(layout.part_file(writer))
+        data = self.store.get(place)
+        if data is None:
+            raise DamagedError(place, "the object is missing")
+        manifest.check_digest(data, self.manifest.writers[writer], place)
+        document = manifest.parse_parts(data, place)
+        if (document.writer, document.attempt) != (writer, self.commit.attempt):
+            raise DamagedError(place, f"it says writer {document.writer}, attempt {document.attempt}")
+        return document
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, list[Part]]:
+        parts: dict[str, list[Part]] = {name: [] for name in self._entries}
+        for writer, document in enumerate(self._part_files):
+            for values in document.parts:
+                name = document.tables[values[0]]
+                if name not in parts:
+                    place = self.place(layout.part_file(writer))
+                    raise DamagedError(place, f"it has a part of table {name!r}, which the manifest does not know")
+                parts[name].append(Part(writer, *values[1:8], columns=tuple(values[8:])))
+        return parts
+
+    def parts(self, table: str) -> list[Part]:
+        """All parts of a table, checked against its entry (PRT-3, PRT-4)."""
+        entry = self.entry(table)
+        parts = self._parts[table]
+        for part in parts:
+            problem = _part_problem(entry, part, self.block(part).entry)
+            if problem:
+                raise DamagedError(self.place(layout.part_file(part.writer)), f"table {table!r}: {problem}")
+        if entry.storage == "unchanged" and parts:
+            raise DamagedError(self.place("manifest.json"), f"table {table!r} is unchanged but has parts")
+        return parts
+
+    def block(self, part: Part) -> Block:
+        """The block that holds a part."""
+        key = (part.writer, part.block)
+        if key not in self._blocks:
+            group = self.place(layout.block_group(*key))
+            self._blocks[key] = Block(self.store, group, self.part_file(part.writer).blocks[part.block])
+        return self._blocks[key]
+
+    @functools.cached_property
+    def _blocks(self) -> dict[tuple[int, int], Block]:
+        return {}
+
+    def stored_rows(self, table: str) -> int:
+        """How many rows of a table this checkpoint itself stores; a row in several column parts counts once."""
+        entry = self.entry(table)
+        width = entry.fields[0].columns or 1
+        cells = 0
+        for part in self.parts(table):
+            for f in self.block(part).entry.fields:
+                if f.name == entry.fields[0].name:
+                    cells += part.count * (f.columns or 1)
+        return cells // width
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """A dense tensor, as a new array."""
+        entry = next((t for t in self.manifest.tensors if t.name == name), None)
+        if entry is None:
+            raise InvalidInputError(f"checkpoint {self.commit.sequence} has no tensor {name!r}")
+        if entry.dtype not in dtypes.STORED:
+            raise UnsupportedFeatureError(f"tensor {name!r}: unknown dtype {entry.dtype!r}")
+        size = int(np.prod(entry.shape, dtype=object))
+        out = np.empty(size, dtypes.STORED[entry.dtype])
+        if size:
+            self._read_dense(entry.writer, entry.dtype, entry.offset, out)
+        return dtypes.from_stored(out, entry.dtype).reshape(entry.shape)
+
+    def blob(self, span: manifest.Span | manifest.BlobEntry) -> bytes:
+        """The bytes of a blob."""
+        out = np.empty(span.bytes, np.uint8)
+        if span.bytes:
+            self._read_dense(span.writer, "blob", span.offset, out)
+        return out.tobytes()
+
+    def _read_dense(self, writer: int, array: str, offset: int, out: npt.NDArray[Any]) -> None:
+        place = self.place(f"{layout.dense_group(writer)}/{array}")
+        entry = self.part_file(writer).dense.get(array) if writer < len(self.manifest.writers) else None
+        if entry is None or len(entry.shape) != 1 or offset + out.size > entry.shape[0]:
+            raise DamagedError(place, f"elements {offset} to {offset + out.size} are not in this array")
+        if entry.dtype != out.dtype.name:
+            raise DamagedError(place, f"dtype {entry.dtype} where {out.dtype.name} belongs")
+        for index in range(offset // entry.chunk_rows, (offset + out.size - 1) // entry.chunk_rows + 1):
+            values = chunks.read(self.store, place, entry, index)
+            start = index * entry.chunk_rows
+            low, high = max(offset, start), min(offset + out.size, start + len(values))
+            out[low - offset : high - offset] = values[low - start : high - start]
+
+    def extra(self) -> Any:
+        """The trainer's state, as JSON values."""
+        span = self.manifest.extra_blob
+        if span is None:
+            return self.manifest.extra
+        try:
+            return json.loads(self.blob(span))
+        except ValueError as error:
+            raise DamagedError(self.place("manifest.json"), f"extra_blob is no JSON: {error}") from error
+
+
+def check_supported(entry: TableEntry, sequence: int) -> None:
+    """Refuse a table that this library cannot read (TAB-1)."""
+    what = f"table {entry.name!r} of checkpoint {sequence}"
+    versions.check_features(entry.requires, what)
+    for name, value, known in (
+        ("addressing", entry.addressing, ("dense", "keyed")),
+        ("storage", entry.storage, ("full", "changed", "unchanged")),
+        ("key_dtype", entry.key_dtype, (None,) if entry.addressing == "dense" else ("int64", "uint64")),
+    ):
+        if value not in known:
+            raise UnsupportedFeatureError(f"{what}: unknown {name} {value!r}")
+    for f in entry.fields:
+        if f.dtype not in dtypes.STORED:
+            raise UnsupportedFeatureError(f"{what}: unknown dtype {f.dtype!r} of field {f.name!r}")
+
+
+def _part_problem(entry: TableEntry, part: Part, block: BlockEntry) -> str | None:
+    """What contradicts the table's entry in a part, None if nothing does."""
+    fields = {f.name: f for f in entry.fields}
+    for f, start in zip(block.fields, part.columns, strict=True):
+        field = fields.get(f.name)
+        if field is None:
+            return f"a part has field {f.name!r}, which the table has not"
+        if (f.columns is None) != (field.columns is None) or start + (f.columns or 0) > (field.columns or 0):
+            return f"columns {start} to {start + (f.columns or 0)} of field {f.name!r} are outside the table's"
+    if entry.addressing == "keyed" and part.count and part.first_row != -1:
+        return "a part of a keyed table does not list its keys (PRT-2)"
+    if entry.addressing == "dense" and part.deleted_count:
+        return "a dense table has tombstones (PRT-3)"
+    if entry.addressing == "dense" and part.first_row + part.count > (entry.rows or 0):
+        return f"a part reaches row {part.first_row + part.count}, the table has {entry.rows}"
+    return None
+
+
+class Block:
+    """One block: its arrays, read chunk by chunk and checked."""
+
+    def __init__(self, store: Store, group: str, entry: BlockEntry) -> None:
+        self._store = store
+        self._group = group
+        self.entry = entry
+        self._exact: dict[str, tuple[Ids, npt.NDArray[Any]]] = {}
+
+    def place(self, array: str) -> str:
+        """Key of an array."""
+        return f"{self._group}/{array}"
+
+    def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> ArrayEntry:
+        """The entry of an array, if it is what BLK-1 says."""
+        entry = self.entry.arrays.get(name)
+        if entry is None:
+            raise DamagedError(self.place(name), "the part file does not know this array (BLK-1)")
+        if (entry.dtype, tuple(entry.shape)) != (dtype, shape):
+            raise DamagedError(
+                self.place(name), f"{entry.dtype} {entry.shape} where {dtype} {list(shape)} belongs (BLK-1)"
+            )
+        return entry
+
+    @functools.cached_property
+    def chunk_rows(self) -> int:
+        """Rows of a row chunk, the same in every row-aligned array (BLK-2)."""
+        cuts = {
+            entry.chunk_rows
+            for name, entry in self.entry.arrays.items()
+            if name == "rows" or name.rpartition(".")[2] in ("codes", "qparams", "values")
+        }
+        if len(cuts) != 1:
+            raise DamagedError(self._group, f"its row-aligned arrays are cut at {sorted(cuts)} rows (BLK-2)")
+        return cuts.pop()
+
+    def _chunk(self, name: str, dtype: str, row_shape: tuple[int, ...], index: int) -> npt.NDArray[Any]:
+        entry = self.array(name, dtype, (self.entry.rows, *row_shape))
+        return chunks.read(self._store, self.place(name), entry, index)
+
+    def rows_of(self, part: Part) -> Iterator[tuple[int, int, int]]:
+        """The row chunks of a part: index, and the slice of the block's rows that is in it and in the part."""
+        end = part.offset + part.count
+        for index in range(part.offset // self.chunk_rows, -(-end // self.chunk_rows)):
+            start = index * self.chunk_rows
+            yield index, max(part.offset, start), min(end, start + self.chunk_rows)
+
+    def listed(self, low: int, high: int) -> Ids:
+        """The row numbers or keys of block rows low..high-1, which lie in one part and one chunk (PRT-3)."""
+        index = low // self.chunk_rows
+        ids = self._chunk("rows", "int64", (), index)[low - index * self.chunk_rows : high - index * self.chunk_rows]
+        if not bool((ids[1:] > ids[:-1]).all()):
+            raise DamagedError(self.place("rows"), "not strictly increasing within a part (PRT-3)")
+        return ids
+
+    @functools.cached_property
+    def rows_first(self) -> Ids:
+        """The first entry of each row chunk (BLK-3)."""
+        count = layout.chunk_count(self.entry.rows, self.chunk_rows)
+        entry = self.array("rows_first", "int64", (count,))
+        return chunks.read_rows(self._store, self.place("rows_first"), entry, 0, count)
+
+    def deleted(self, part: Part) -> Ids:
+        """The tombstones of a part (PRT-3)."""
+        if part.deleted_count == 0:
+            return np.zeros(0, np.int64)
+        entry = self.entry.arrays["deleted"]
+        self.array("deleted", "int64", tuple(entry.shape))
+        stop = part.deleted_offset + part.deleted_count
+        keys = chunks.read_rows(self._store, self.place("deleted"), entry, part.deleted_offset, stop)
+        if not bool((keys[1:] > keys[:-1]).all()):
+            raise DamagedError(self.place("deleted"), "not strictly increasing within a part (PRT-3)")
+        return keys
+
+    def recent(self, part: Part) -> Mask:
+        """For each row of a part, whether it is recent (BLK-4)."""
+        if part.recent != 2:
+            return np.full(part.count, part.recent == 1)
+        entry = self.array("recent", "uint8", (-(-self.entry.rows // 8),))
+        first, stop = part.offset // 8, -(-(part.offset + part.count) // 8)
+        bits = chunks.read_rows(self._store, self.place("recent"), entry, first, stop)
+        unpacked = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        return unpacked[part.offset - first * 8 : part.offset - first * 8 + part.count]
+
+    def decode(
+        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
+    ) -> None:
+        """Put rows of one field into `out`.
+
+        Parameters
+        ----------
+        index : int
+            The row chunk.
+        positions : slice or array
+            Ascending positions within that chunk.
+        out : array (n, columns) or (n,)
+            The columns that the part holds, in the field's logical dtype.
+        dest : slice or array
+            Where in `out` each position goes.
+        """
+        if f.encoding == "affine":
+            self._decode_affine(f, index, positions, out, dest)
+        elif f.encoding == "raw":
+            row_shape = () if f.columns is None else (f.columns,)
+            values = self._chunk(f"{f.name}.values", self._stored(f), row_shape, index)
+            out[dest] = dtypes.from_stored(values, f.dtype or "")[positions].astype(out.dtype, copy=False)
+        else:
+            raise UnsupportedFeatureError(f"{self._group}: unknown encoding {f.encoding!r} of field {f.name!r}")
+        self._put_exact(f, field, index, positions, out, dest)
+
+    def _stored(self, f: BlockField) -> str:
+        if f.dtype not in dtypes.STORED:
+            raise UnsupportedFeatureError(f"{self._group}: unknown dtype {f.dtype!r} of field {f.name!r}")
+        return dtypes.STORED[f.dtype]
+
+    def _decode_affine(
+        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
+    ) -> None:
+        codes, qparams = (array[positions] for array in self.affine(f, index))
+        if isinstance(dest, slice):
+            quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, out[dest])
+        else:
+            decoded = np.empty((len(codes), f.columns or 0), out.dtype)
+            quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, decoded)
+            out[dest] = decoded
+
+    def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
+        """Codes and qparams of one row chunk."""
+        if f.columns is None or f.bits is None or not 1 <= f.bits <= 8:
+            raise DamagedError(self._group, f"affine field {f.name!r} with {f.bits} bits and {f.columns} columns")
+        width = packing.packed_width(f.columns, f.bits)
+        codes = self._chunk(f"{f.name}.codes", "uint8", (width,), index)
+        entry = self.entry.arrays.get(f"{f.name}.qparams")
+        dtype = "float32" if entry is not None and entry.dtype == "float32" else "float16"
+        return codes, self._chunk(f"{f.name}.qparams", dtype, (2,), index)
+
+    def values(self, f: BlockField, index: int) -> npt.NDArray[Any]:
+        """Values of a raw field of one row chunk, as stored."""
+        return self._chunk(f"{f.name}.values", self._stored(f), () if f.columns is None else (f.columns,), index)
+
+    def exact(self, f: BlockField, field: Field) -> tuple[Ids, npt.NDArray[Any]]:
+        """Positions and values of the exact rows of a field (BLK-5); values as stored."""
+        if f"{f.name}.exact_index" not in self.entry.arrays:
+            return np.zeros(0, np.int64), np.zeros(0, dtypes.STORED[field.dtype])
+        if f.name not in self._exact:
+            self._exact[f.name] = self._read_exact(f, field)
+        return self._exact[f.name]
+
+    def _read_exact(self, f: BlockField, field: Field) -> tuple[Ids, npt.NDArray[Any]]:
+        name = f"{f.name}.exact_index"
+        count = self.entry.arrays[name].shape[0]
+        entry = self.array(name, "int64", (count,))
+        index = chunks.read_rows(self._store, self.place(name), entry, 0, count)
+        if index[0] < 0 or index[-1] >= self.entry.rows or not bool((index[1:] > index[:-1]).all()):
+            raise DamagedError(self.place(name), "not strictly increasing positions of the block (BLK-5)")
+        name = f"{f.name}.exact_values"
+        shape = (count,) if f.columns is None else (count, f.columns)
+        entry = self.array(name, dtypes.STORED[field.dtype], shape)
+        return index, chunks.read_rows(self._store, self.place(name), entry, 0, count)
+
+    def _put_exact(
+        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
+    ) -> None:
+        exact_index, exact_values = self.exact(f, field)
+        places, found = exact_among(exact_index, index * self.chunk_rows, positions)
+        if places.size:
+            target = places + dest.start if isinstance(dest, slice) else dest[places]
+            out[target] = dtypes.from_stored(exact_values[found], field.dtype)
+
+
+def exact_among(exact_index: Ids, chunk_start: int, positions: Selection) -> tuple[Ids, Ids]:
+    """Which of the selected rows of a chunk are exact.
+
+    Returns
+    -------
+    places, found : arrays
+        Places among the selected rows, and the matching entries of `exact_index`.
+    """
+    if exact_index.size == 0:
+        return exact_index, exact_index
+    if isinstance(positions, slice):
+        first, last = np.searchsorted(exact_index, [chunk_start + positions.start, chunk_start + positions.stop])
+        return exact_index[first:last] - chunk_start - positions.start, np.arange(first, last)
+    entries = np.searchsorted(exact_index, positions + chunk_start)
+    inside = entries < exact_index.size
+    inside[inside] = exact_index[entries[inside]] == positions[inside] + chunk_start
+    return np.flatnonzero(inside), entries[inside]

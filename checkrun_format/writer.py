@@ -1,0 +1,439 @@
+"""One writer of one attempt: parts, tensors and blobs in, objects and a part list out (FORMAT.md sections 5.5 and 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import blocks, chunks, dtypes, layout
+from checkrun_format.blocks import BlockLayout, EncodedRows, FieldLayout, FieldPlan, Pool
+from checkrun_format.manifest import (
+    ArrayEntry,
+    BlockEntry,
+    BlockField,
+    Digest,
+    PartFile,
+    Record,
+    digest_of,
+    pack_parts,
+)
+from checkrun_format.rows import Ids, Mask
+from checkrun_format.stores import Buffer, Store
+
+CHUNK_BYTES = 16 << 20
+"""Default size of the largest chunk of a block."""
+
+_POOL_BYTES = 4 << 20
+"""Parts below this share a block; a pool is written when it holds a chunk's worth."""
+
+_PIECE_BYTES = 16 << 20
+"""Source bytes that are gathered and encoded at a time."""
+
+Fetch: TypeAlias = Callable[[int, int], dict[str, npt.NDArray[Any]]]
+"""Rows low..high-1 of a part, by field."""
+
+
+class PartList(Record):
+    """What one writer tells the coordinator: its part file, and what follows from it. JSON-able."""
+
+    file: Digest
+    document: PartFile
+    stored_bytes: int
+    tensors: list[dict[str, Any]]
+    blobs: list[dict[str, Any]]
+    tables: list[dict[str, Any]]
+    statistics: dict[str, dict[str, dict[str, Any]]]
+
+
+@dataclass(slots=True)
+class Objects:
+    """The objects of one attempt, counted."""
+
+    store: Store
+    prefix: str
+    stored_bytes: int = 0
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        """Store one object under the attempt."""
+        self.stored_bytes += self.store.put(f"{self.prefix}/{name}", buffers)
+
+    def put_array(self, name: str, entry: ArrayEntry) -> None:
+        """Store an array's metadata."""
+        document = layout.array_document(
+            name.rpartition("/")[2], entry.dtype, tuple(entry.shape), entry.chunk_rows, entry.compression
+        )
+        self.put(f"{name}/zarr.json", [document])
+
+    def put_chunk(self, name: str, entry: ArrayEntry, index: int, values: npt.NDArray[Any]) -> None:
+        """Store one chunk of an array."""
+        self.put(f"{name}/{layout.chunk_name(index, len(entry.shape))}", chunks.encode(values, entry))
+
+    def put_whole(self, name: str, values: npt.NDArray[Any], chunk_bytes: int, compression: str | None) -> ArrayEntry:
+        """Store an array that is in memory, cut on its own."""
+        size = int(values.itemsize * np.prod(values.shape[1:], dtype=object))
+        chunk_rows = layout.balanced_chunk_rows(len(values), size, chunk_bytes)
+        entry = chunks.entry_for(values.dtype.name, values.shape, chunk_rows, compression)
+        self.put_array(name, entry)
+        for index in range(layout.chunk_count(len(values), chunk_rows)):
+            self.put_chunk(name, entry, index, values[index * chunk_rows : (index + 1) * chunk_rows])
+        return entry
+
+
+class BlockWriter:
+    """Writes the arrays of one block of n rows, chunk by chunk."""
+
+    def __init__(self, objects: Objects, group: str, block: BlockLayout, rows: int, chunk_bytes: int) -> None:
+        self._objects = objects
+        self._group = group
+        self._layout = block
+        self._rows = rows
+        self._chunk_bytes = chunk_bytes
+        self.chunk_rows = layout.balanced_chunk_rows(rows, block.widest, chunk_bytes) if rows else 0
+        self._arrays: dict[str, ArrayEntry] = {}
+        self._written = 0
+        self._first_rows: list[int] = []
+        self._exact: dict[str, list[tuple[Ids, npt.NDArray[Any]]]] = {f.name: [] for f in block.fields}
+        objects.put(f"{group}/zarr.json", [layout.group_document()])
+
+    def add(self, encoded: EncodedRows) -> None:
+        """Write the next chunk: `chunk_rows` rows, fewer only in the last one."""
+        if encoded.rows is not None:
+            self._first_rows.append(int(encoded.rows[0]))
+            self._put("rows", encoded.rows, lambda: chunks.smaller_compression(encoded.rows))
+        for f in encoded.fields:
+            for name, values in f.arrays.items():
+                self._put(f"{f.layout.name}.{name}", values, lambda layout=f.layout: _compression_of(layout))
+            if f.exact_index.size:
+                self._exact[f.layout.name].append((f.exact_index + self._written, f.exact_values))
+        self._written += encoded.count
+
+    def _put(self, name: str, values: npt.NDArray[Any], compression: Callable[[], str | None]) -> None:
+        if name not in self._arrays:
+            shape = (self._rows, *values.shape[1:])
+            self._arrays[name] = chunks.entry_for(values.dtype.name, shape, self.chunk_rows, compression())
+            self._objects.put_array(f"{self._group}/{name}", self._arrays[name])
+        index = self._written // self.chunk_rows
+        self._objects.put_chunk(f"{self._group}/{name}", self._arrays[name], index, values)
+
+    def _put_whole(self, name: str, values: npt.NDArray[Any], compression: str | None = None) -> None:
+        self._arrays[name] = self._objects.put_whole(
+            f"{self._group}/{name}", values, self._chunk_bytes, compression
+        )
+
+    def finish(self, recent: Mask | None, deleted: Ids) -> BlockEntry:
+        """Write what is cut on its own; return the block's entry."""
+        if self._first_rows:
+            self._put_whole("rows_first", np.array(self._first_rows, np.int64))
+        for name, exact in self._exact.items():
+            if exact:
+                self._put_whole(f"{name}.exact_index", np.concatenate([index for index, _ in exact]))
+                self._put_whole(f"{name}.exact_values", np.concatenate([values for _, values in exact]))
+        if recent is not None:
+            self._put_whole("recent", np.packbits(recent, bitorder="little"))
+        if deleted.size:
+            self._put_whole("deleted", deleted, chunks.smaller_compression(deleted[: 1 << 20]))
+        return BlockEntry(
+            rows=self._rows, fields=[_block_field(f) for f in self._layout.fields], arrays=self._arrays
+        )
+
+
+def _compression_of(field_layout: FieldLayout) -> str | None:
+    return "zstd" if field_layout.encoding == "affine" and (field_layout.bits or 8) <= 2 else None
+
+
+def _block_field(f: FieldLayout) -> BlockField:
+    return BlockField(name=f.name, encoding=f.encoding, columns=f.columns, bits=f.bits, dtype=f.stored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSource:
+    """One part to be stored.
+
+    `first_row` or `rows` (ascending) says which rows; `fetch` gives their values; `recent` is one flag for all rows or
+    a mask; `deleted` are tombstones, ascending.
+    """
+
+    table: str
+    plans: Sequence[FieldPlan]
+    count: int
+    fetch: Fetch
+    first_row: int = -1
+    rows: Ids | None = None
+    recent: bool | Mask = True
+    deleted: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Writer:
+    """Stores parts, tensors and blobs of one attempt under one writer's number.
+
+    Parameters
+    ----------
+    store, prefix
+        Where; `prefix` is the attempt's.
+    number : int
+        The writer's number w, from 0.
+    chunk_bytes : int
+        Size of the largest chunk.
+    """
+
+    def __init__(self, store: Store, prefix: str, number: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._objects = Objects(store, prefix)
+        self._prefix = prefix
+        self._number = number
+        self._chunk_bytes = chunk_bytes
+        self._tables: dict[str, int] = {}
+        self._blocks: list[BlockEntry] = []
+        self._parts: list[list[int]] = []
+        self._pools: dict[BlockLayout, Pool] = {}
+        self._dense: dict[str, list[npt.NDArray[Any]]] = {}
+        self._dense_sizes: dict[str, int] = {}
+        self._tensors: list[dict[str, Any]] = []
+        self._blobs: list[dict[str, Any]] = []
+        self._statistics: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def put_part(self, part: PartSource) -> None:
+        """Store one part; small ones wait in a pool until there is a chunk's worth, or `finish`."""
+        if part.count == 0:
+            if part.deleted.size:
+                self._pool(_tombstones(part), part, columns=[])
+            return
+        encoder = blocks.Encoder(plans=part.plans)
+        columns = [plan.start for plan in part.plans]
+        if part.count * sum(plan.row_bytes for plan in part.plans) <= _POOL_BYTES:
+            encoded = encoder.encode(part.fetch(0, part.count), part.rows)
+            self._count(part, encoded)
+            self._pool(blocks.copied(encoded), part, columns)
+        else:
+            self._put_large(part, encoder, columns)
+
+    def put_encoded(self, table: str, encoded: EncodedRows, first_row: int, columns: Sequence[int]) -> None:
+        """Store rows that are already encoded, none of them recent (CMP-2)."""
+        part = PartSource(
+            table=table,
+            plans=(),
+            count=encoded.count,
+            fetch=lambda low, high: {},
+            first_row=first_row,
+            rows=encoded.rows,
+            recent=False,
+        )
+        self._pool(blocks.copied(encoded), part, columns)
+
+    def put_tensor(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Store a dense tensor; its memory is read until `finish`."""
+        dtype = dtypes.name_of(values.dtype)
+        flat = dtypes.to_stored(values).reshape(-1)
+        offset = self._append(dtype, flat) if flat.size else 0
+        writer = self._number if flat.size else 0
+        shape = [int(n) for n in values.shape]
+        self._tensors.append({"name": name, "dtype": dtype, "shape": shape, "writer": writer, "offset": offset})
+
+    def put_blob(self, name: str, data: bytes) -> None:
+        """Store opaque bytes."""
+        self._blobs.append({"name": name, **self.put_span(data)})
+
+    def put_span(self, data: bytes) -> dict[str, int]:
+        """Store bytes in the `blob` array; return where."""
+        offset = self._append("blob", np.frombuffer(data, np.uint8)) if data else 0
+        return {"writer": self._number if data else 0, "offset": offset, "bytes": len(data)}
+
+    def _append(self, array: str, values: npt.NDArray[Any]) -> int:
+        offset = self._dense_sizes.get(array, 0)
+        self._dense.setdefault(array, []).append(values)
+        self._dense_sizes[array] = offset + values.size
+        return offset
+
+    def finish(self, tables: Sequence[dict[str, Any]] = ()) -> PartList:
+        """Write what still waits, then the part file; make all of it durable.
+
+        Parameters
+        ----------
+        tables : sequence
+            Table entries to be handed to the coordinator.
+        """
+        for waiting in list(self._pools):
+            self._flush(waiting)
+        document = PartFile(
+            writer=self._number,
+            attempt=self._prefix.rpartition("/")[2],
+            tables=list(self._tables),
+            blocks=self._blocks,
+            parts=self._parts,
+            dense=self._write_dense(),
+        )
+        data = pack_parts(document)
+        self._objects.put(layout.part_file(self._number), [data])
+        self._objects.store.sync(self._prefix)
+        return PartList(
+            file=digest_of(data),
+            document=document,
+            stored_bytes=self._objects.stored_bytes,
+            tensors=self._tensors,
+            blobs=self._blobs,
+            tables=list(tables),
+            statistics=self._statistics,
+        )
+
+    def _put_large(self, part: PartSource, encoder: blocks.Encoder, columns: list[int]) -> None:
+        """A part with a block of its own."""
+        widest = max([plan.widest for plan in part.plans] + [8 * (part.rows is not None)])
+        chunk_rows = layout.balanced_chunk_rows(part.count, widest, self._chunk_bytes)
+        block: BlockWriter | None = None
+        for low in range(0, part.count, chunk_rows):
+            encoded = blocks.join(list(_pieces(part, encoder, low, min(low + chunk_rows, part.count))))
+            self._count(part, encoded)
+            if block is None:
+                block = self._open_block(encoded.layout, part.count)
+            block.add(encoded)
+        if block is not None:
+            code = _recent_code(part.recent)
+            self._add_part(part.table, part.first_row, 0, part.count, code, 0, part.deleted, columns)
+            self._blocks.append(block.finish(np.asarray(part.recent) if code == 2 else None, part.deleted))
+
+    def _open_block(self, block: BlockLayout, rows: int) -> BlockWriter:
+        group = layout.block_group(self._number, len(self._blocks))
+        return BlockWriter(self._objects, group, block, rows, self._chunk_bytes)
+
+    def _pool(self, encoded: EncodedRows, part: PartSource, columns: Sequence[int]) -> None:
+        waiting = self._pools.setdefault(encoded.layout, Pool())
+        waiting.pieces.append(encoded)
+        waiting.recents.append(part.recent)
+        waiting.deleted.append(part.deleted)
+        waiting.headers.append((part.table, part.first_row, list(columns)))
+        waiting.bytes += encoded.count * encoded.layout.widest + part.deleted.nbytes
+        if waiting.bytes >= self._chunk_bytes:
+            self._flush(encoded.layout)
+
+    def _flush(self, block_layout: BlockLayout) -> None:
+        """Write the parts of a pool as one block."""
+        waiting = self._pools.pop(block_layout)
+        whole = blocks.join(waiting.pieces)
+        block = self._open_block(block_layout, whole.count)
+        for low in range(0, whole.count, block.chunk_rows or 1):
+            block.add(blocks.cut(whole, low, min(low + block.chunk_rows, whole.count)))
+        offset = deleted_offset = 0
+        for piece, recent, deleted, header in zip(
+            waiting.pieces, waiting.recents, waiting.deleted, waiting.headers, strict=True
+        ):
+            table, first_row, columns = header
+            self._add_part(
+                table, first_row, offset, piece.count, _recent_code(recent), deleted_offset, deleted, columns
+            )
+            offset += piece.count
+            deleted_offset += deleted.size
+        self._blocks.append(block.finish(_recent_bits(waiting), np.concatenate(waiting.deleted)))
+
+    def _add_part(
+        self,
+        table: str,
+        first_row: int,
+        offset: int,
+        count: int,
+        recent: int,
+        deleted_offset: int,
+        deleted: Ids,
+        columns: Sequence[int],
+    ) -> None:
+        index = self._tables.setdefault(table, len(self._tables))
+        block = len(self._blocks)
+        self._parts.append(
+            [index, block, offset, count, first_row, recent, deleted_offset, int(deleted.size), *columns]
+        )
+
+    def _count(self, part: PartSource, encoded: EncodedRows) -> None:
+        for plan, f in zip(part.plans, encoded.fields, strict=True):
+            if plan.bits is None and plan.store_as is None:
+                continue
+            fresh = {"name": plan.encoder, "bits": plan.bits, "exact_rows": 0, "error_bound": 0.0}
+            if plan.bits is None:
+                fresh = {"name": plan.stored, "bits": None, "exact_rows": 0}
+            told = self._statistics.setdefault(part.table, {}).setdefault(plan.name, fresh)
+            told["exact_rows"] += int(f.exact_index.size)
+            if plan.bits is not None:
+                told["error_bound"] = max(told["error_bound"], f.error_bound)
+
+    def _write_dense(self) -> dict[str, ArrayEntry]:
+        group = layout.dense_group(self._number)
+        if self._dense:
+            self._objects.put(f"{group}/zarr.json", [layout.group_document()])
+        entries = {}
+        for name, arrays in self._dense.items():
+            entries[name] = self._write_flat(f"{group}/{name}", arrays, self._dense_sizes[name])
+        return entries
+
+    def _write_flat(self, name: str, arrays: Sequence[npt.NDArray[Any]], total: int) -> ArrayEntry:
+        chunk_rows = layout.balanced_chunk_rows(total, arrays[0].itemsize, self._chunk_bytes)
+        entry = chunks.entry_for(arrays[0].dtype.name, (total,), chunk_rows)
+        self._objects.put_array(name, entry)
+        for index, values in enumerate(_recut(arrays, chunk_rows)):
+            self._objects.put_chunk(name, entry, index, values)
+        return entry
+
+
+def _tombstones(part: PartSource) -> EncodedRows:
+    return EncodedRows(count=0, fields=[], rows=None)
+
+
+def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> Iterator[EncodedRows]:
+    """Rows low..high-1, encoded in pieces; raw rows are cut no finer than the chunk."""
+    source = max(1, sum(plan.row_bytes for plan in part.plans if plan.bits is not None))
+    step = max(1, _PIECE_BYTES // source)
+    for start in range(low, high, step):
+        stop = min(start + step, high)
+        rows = None if part.rows is None else part.rows[start:stop]
+        yield encoder.encode(part.fetch(start, stop), rows)
+
+
+def _recent_code(recent: bool | Mask) -> int:
+    if isinstance(recent, bool):
+        return int(recent)
+    return 1 if bool(recent.all()) else 2 if bool(recent.any()) else 0
+
+
+def _recent_bits(pool: Pool) -> Mask | None:
+    """The `recent` bits of a block, None if no part says 2 (PRT-2, BLK-4)."""
+    if all(_recent_code(recent) != 2 for recent in pool.recents):
+        return None
+    bits = [
+        recent if _recent_code(recent) == 2 else np.zeros(piece.count, np.bool_)
+        for piece, recent in zip(pool.pieces, pool.recents, strict=True)
+    ]
+    return np.concatenate([np.asarray(b) for b in bits])
+
+
+def _recut(arrays: Sequence[npt.NDArray[Any]], size: int) -> Iterator[npt.NDArray[Any]]:
+    """The concatenation of flat arrays in pieces of `size` elements; views where a piece lies in one array."""
+    waiting: list[npt.NDArray[Any]] = []
+    held = 0
+    for array in arrays:
+        start = 0
+        while start < array.size:
+            take = array[start : start + size - held]
+            waiting.append(take)
+            held += take.size
+            start += take.size
+            if held == size:
+                yield waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+                waiting, held = [], 0
+    if waiting:
+        yield waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+
+
+def objects_of(document: PartFile) -> list[str]:
+    """Every object that a part file implies, itself apart, relative to the attempt."""
+    names = []
+    for index, block in enumerate(document.blocks):
+        group = layout.block_group(document.writer, index)
+        names.append(f"{group}/zarr.json")
+        for array, entry in block.arrays.items():
+            names.extend(chunks.object_names(f"{group}/{array}", entry))
+    if document.dense:
+        group = layout.dense_group(document.writer)
+        names.append(f"{group}/zarr.json")
+        for array, entry in document.dense.items():
+            names.extend(chunks.object_names(f"{group}/{array}", entry))
+    return names
