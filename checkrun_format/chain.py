@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from checkrun_format import layout, manifest
+from checkrun_format.chunks import ChunkReader
 from checkrun_format.errors import (
     BurntError,
     BurntNumberWarning,
@@ -23,6 +25,10 @@ from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.stores import Store
 
 
+_KEPT = 64
+"""Checkpoints whose documents are kept in memory."""
+
+
 class History:
     """The checkpoints of a run.
 
@@ -31,7 +37,8 @@ class History:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._checkpoints: dict[int, StoredCheckpoint] = {}
+        self._chunks = ChunkReader(store)
+        self._checkpoints: OrderedDict[int, StoredCheckpoint] = OrderedDict()
         self._lock = threading.Lock()
 
     def check_run(self) -> None:
@@ -94,6 +101,8 @@ class History:
         with self._lock:
             if sequence not in self._checkpoints:
                 self._checkpoints[sequence] = self._read(sequence)
+                if len(self._checkpoints) > _KEPT:
+                    self._checkpoints.popitem(last=False)
             return self._checkpoints[sequence]
 
     def _read(self, sequence: int) -> StoredCheckpoint:
@@ -106,7 +115,7 @@ class History:
             raise PrunedError(f"checkpoint {sequence} was pruned")
         if isinstance(occupant, Burnt):
             raise BurntError(f"{key} is no commit: number {sequence} was burnt by a write that did not finish")
-        return StoredCheckpoint(self.store, occupant, manifest.commit_object(data))
+        return StoredCheckpoint(self.store, self._chunks, occupant, manifest.commit_object(data))
 
     def commits(self) -> Iterator[Commit]:
         """The commits from the lowest number to the highest; reads nothing else."""

@@ -6,6 +6,8 @@ chunks go from the array to the file, and back, without a codec pipeline. Any Za
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,18 +102,44 @@ def smaller_compression(values: npt.NDArray[Any]) -> str:
     return min(sizes, key=lambda name: sizes[name])
 
 
-def read(store: Store, array_key: str, entry: ArrayEntry, index: int) -> npt.NDArray[Any]:
-    """Read chunk `index` of the array at `array_key`; errors as for `decode`."""
-    key = f"{array_key}/{layout.chunk_name(index, len(entry.shape))}"
-    return decode(store.get(key), entry, index, key)
+class ChunkReader:
+    """Reads chunks of a run; keeps the last ones that are shared by many parts or tensors.
 
+    Parameters
+    ----------
+    store : Store
+    cache_bytes : int
+        How much it may keep.
+    """
 
-def read_rows(store: Store, array_key: str, entry: ArrayEntry, start: int, stop: int) -> npt.NDArray[Any]:
-    """Read rows start..stop-1 of an array, from as few chunks as hold them."""
-    first, last = start // entry.chunk_rows, max(start, stop - 1) // entry.chunk_rows
-    pieces = [read(store, array_key, entry, index) for index in range(first, last + 1)]
-    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return rows[start - first * entry.chunk_rows : stop - first * entry.chunk_rows]
+    def __init__(self, store: Store, cache_bytes: int = 64 << 20) -> None:
+        self._store = store
+        self._cache_bytes = cache_bytes
+        self._kept: OrderedDict[str, npt.NDArray[Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def chunk(self, array_key: str, entry: ArrayEntry, index: int, *, shared: bool) -> npt.NDArray[Any]:
+        """Chunk `index` of the array at `array_key`; errors as for `decode`."""
+        key = f"{array_key}/{layout.chunk_name(index, len(entry.shape))}"
+        if not shared:
+            return decode(self._store.get(key), entry, index, key)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        values = decode(self._store.get(key), entry, index, key)
+        with self._lock:
+            self._kept[key] = values
+            while sum(kept.nbytes for kept in self._kept.values()) > self._cache_bytes:
+                self._kept.popitem(last=False)
+        return values
+
+    def rows(self, array_key: str, entry: ArrayEntry, start: int, stop: int, *, shared: bool) -> npt.NDArray[Any]:
+        """Rows start..stop-1 of an array, from as few chunks as hold them."""
+        first, last = start // entry.chunk_rows, max(start, stop - 1) // entry.chunk_rows
+        pieces = [self.chunk(array_key, entry, index, shared=shared) for index in range(first, last + 1)]
+        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return rows[start - first * entry.chunk_rows : stop - first * entry.chunk_rows]
 
 
 def object_names(array: str, entry: ArrayEntry) -> list[str]:

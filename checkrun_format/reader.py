@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import chunks, dtypes, layout, manifest, packing, quantize, versions
+from checkrun_format import dtypes, layout, manifest, packing, quantize, versions
+from checkrun_format.chunks import ChunkReader
 from checkrun_format.errors import (
     DamagedError,
     InvalidInputError,
@@ -21,6 +22,10 @@ from checkrun_format.errors import (
 from checkrun_format.manifest import ArrayEntry, BlockEntry, BlockField, Commit, Field, PartFile, TableEntry
 from checkrun_format.rows import Ids, Mask, Selection
 from checkrun_format.stores import Store
+
+
+_SCATTER_BYTES = 4 << 20
+"""Decoded bytes that wait at a time before they are scattered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,18 @@ class StoredCheckpoint:
     Parameters
     ----------
     store : Store
+    chunk_reader : ChunkReader
+        Of the same store.
     commit : Commit
     commit_object : dict
         The commit's plain JSON values without `manifest` (MAN-1).
     """
 
-    def __init__(self, store: Store, commit: Commit, commit_object: dict[str, Any]) -> None:
+    def __init__(
+        self, store: Store, chunk_reader: ChunkReader, commit: Commit, commit_object: dict[str, Any]
+    ) -> None:
         self.store = store
+        self._chunks = chunk_reader
         self.commit = commit
         self.prefix = layout.attempt_prefix(commit.sequence, commit.attempt)
         self._commit_object = commit_object
@@ -144,7 +154,8 @@ class StoredCheckpoint:
         key = (part.writer, part.block)
         if key not in self._blocks:
             group = self.place(layout.block_group(*key))
-            self._blocks[key] = Block(self.store, group, self.part_file(part.writer).blocks[part.block])
+            entry = self.part_file(part.writer).blocks[part.block]
+            self._blocks[key] = Block(self._chunks, group, entry, shared=part.count < entry.rows)
         return self._blocks[key]
 
     @functools.cached_property
@@ -190,7 +201,7 @@ class StoredCheckpoint:
         if entry.dtype != out.dtype.name:
             raise DamagedError(place, f"dtype {entry.dtype} where {out.dtype.name} belongs")
         for index in range(offset // entry.chunk_rows, (offset + out.size - 1) // entry.chunk_rows + 1):
-            values = chunks.read(self.store, place, entry, index)
+            values = self._chunks.chunk(place, entry, index, shared=True)
             start = index * entry.chunk_rows
             low, high = max(offset, start), min(offset + out.size, start + len(values))
             out[low - offset : high - offset] = values[low - start : high - start]
@@ -243,8 +254,9 @@ def _part_problem(entry: TableEntry, part: Part, block: BlockEntry) -> str | Non
 class Block:
     """One block: its arrays, read chunk by chunk and checked."""
 
-    def __init__(self, store: Store, group: str, entry: BlockEntry) -> None:
-        self._store = store
+    def __init__(self, chunk_reader: ChunkReader, group: str, entry: BlockEntry, *, shared: bool) -> None:
+        self._chunks = chunk_reader
+        self._shared = shared
         self._group = group
         self.entry = entry
         self._exact: dict[str, tuple[Ids, npt.NDArray[Any]]] = {}
@@ -278,7 +290,10 @@ class Block:
 
     def _chunk(self, name: str, dtype: str, row_shape: tuple[int, ...], index: int) -> npt.NDArray[Any]:
         entry = self.array(name, dtype, (self.entry.rows, *row_shape))
-        return chunks.read(self._store, self.place(name), entry, index)
+        return self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
+
+    def _rows(self, name: str, entry: ArrayEntry, start: int, stop: int) -> npt.NDArray[Any]:
+        return self._chunks.rows(self.place(name), entry, start, stop, shared=self._shared)
 
     def rows_of(self, part: Part) -> Iterator[tuple[int, int, int]]:
         """The row chunks of a part: index, and the slice of the block's rows that is in it and in the part."""
@@ -300,7 +315,7 @@ class Block:
         """The first entry of each row chunk (BLK-3)."""
         count = layout.chunk_count(self.entry.rows, self.chunk_rows)
         entry = self.array("rows_first", "int64", (count,))
-        return chunks.read_rows(self._store, self.place("rows_first"), entry, 0, count)
+        return self._rows("rows_first", entry, 0, count)
 
     def deleted(self, part: Part) -> Ids:
         """The tombstones of a part (PRT-3)."""
@@ -309,7 +324,7 @@ class Block:
         entry = self.entry.arrays["deleted"]
         self.array("deleted", "int64", tuple(entry.shape))
         stop = part.deleted_offset + part.deleted_count
-        keys = chunks.read_rows(self._store, self.place("deleted"), entry, part.deleted_offset, stop)
+        keys = self._rows("deleted", entry, part.deleted_offset, stop)
         if not bool((keys[1:] > keys[:-1]).all()):
             raise DamagedError(self.place("deleted"), "not strictly increasing within a part (PRT-3)")
         return keys
@@ -320,7 +335,7 @@ class Block:
             return np.full(part.count, part.recent == 1)
         entry = self.array("recent", "uint8", (-(-self.entry.rows // 8),))
         first, stop = part.offset // 8, -(-(part.offset + part.count) // 8)
-        bits = chunks.read_rows(self._store, self.place("recent"), entry, first, stop)
+        bits = self._rows("recent", entry, first, stop)
         unpacked = np.unpackbits(bits, bitorder="little").view(np.bool_)
         return unpacked[part.offset - first * 8 : part.offset - first * 8 + part.count]
 
@@ -359,12 +374,16 @@ class Block:
         self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
     ) -> None:
         codes, qparams = (array[positions] for array in self.affine(f, index))
+        bits, columns = f.bits or 0, f.columns or 0
         if isinstance(dest, slice):
-            quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, out[dest])
-        else:
-            decoded = np.empty((len(codes), f.columns or 0), out.dtype)
-            quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, decoded)
-            out[dest] = decoded
+            quantize.decode_affine(codes, qparams, bits, columns, out[dest])
+            return
+        step = max(1, _SCATTER_BYTES // (columns * out.itemsize))
+        for low in range(0, len(codes), step):
+            some = slice(low, low + step)
+            decoded = np.empty((len(codes[some]), columns), out.dtype)
+            quantize.decode_affine(codes[some], qparams[some], bits, columns, decoded)
+            out[dest[some]] = decoded
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""
@@ -392,13 +411,13 @@ class Block:
         name = f"{f.name}.exact_index"
         count = self.entry.arrays[name].shape[0]
         entry = self.array(name, "int64", (count,))
-        index = chunks.read_rows(self._store, self.place(name), entry, 0, count)
+        index = self._rows(name, entry, 0, count)
         if index[0] < 0 or index[-1] >= self.entry.rows or not bool((index[1:] > index[:-1]).all()):
             raise DamagedError(self.place(name), "not strictly increasing positions of the block (BLK-5)")
         name = f"{f.name}.exact_values"
         shape = (count,) if f.columns is None else (count, f.columns)
         entry = self.array(name, dtypes.STORED[field.dtype], shape)
-        return index, chunks.read_rows(self._store, self.place(name), entry, 0, count)
+        return index, self._rows(name, entry, 0, count)
 
     def _put_exact(
         self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection

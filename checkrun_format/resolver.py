@@ -1,0 +1,266 @@
+"""Resolving: which layer supplies each row, and reading it from there (FORMAT.md 9.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format.errors import DamagedError
+from checkrun_format.manifest import Field, TableEntry
+from checkrun_format.reader import Block, Part, StoredCheckpoint
+from checkrun_format.rows import (
+    Ids,
+    Mask,
+    Selection,
+    Wanted,
+    as_slice,
+    check_bounds,
+    is_in_sorted,
+    keep,
+    length,
+)
+
+Layers: TypeAlias = Sequence[tuple[StoredCheckpoint, TableEntry]]
+
+_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one row chunk of one part that supply wanted rows."""
+
+    checkpoint: StoredCheckpoint
+    block: Block
+    part: Part
+    chunk: int
+    positions: Selection
+    """Within the chunk, ascending."""
+    places: Selection
+    """Among the wanted rows."""
+
+
+class Coverage:
+    """Checks that the parts of one layer hold each row's fields and columns exactly once (LAY-1, LAY-4)."""
+
+    def __init__(self, layer: StoredCheckpoint, entry: TableEntry, parts: Sequence[Part], wanted: int) -> None:
+        self._layer = layer
+        self._entry = entry
+        self.hit: Mask = np.zeros(wanted, np.bool_)
+        self._cuts = {f.name: {0, f.columns or 1} for f in entry.fields}
+        for part in parts:
+            for name, low, high in _spans(layer.block(part), part):
+                self._cuts[name] |= {low, high}
+        whole = all(len(cuts) == 2 for cuts in self._cuts.values()) and all(
+            len(layer.block(part).entry.fields) == len(entry.fields) for part in parts if part.count
+        )
+        self._masks: dict[tuple[str, int], Mask] | None = None
+        if not whole:
+            self._masks = {
+                (name, low): np.zeros(wanted, np.bool_) for name, cuts in self._cuts.items() for low in sorted(cuts)[:-1]
+            }
+
+    def add(self, part: Part, places: Selection) -> None:
+        """Note the wanted rows that a part holds."""
+        if self._masks is None:
+            self._mark(self.hit, places)
+            return
+        for name, low, high in _spans(self._layer.block(part), part):
+            for cut in self._cuts[name]:
+                if low <= cut < high:
+                    self._mark(self._masks[name, cut], places)
+        self.hit[places] = True
+
+    def _mark(self, mask: Mask, places: Selection) -> None:
+        if bool(mask[places].any()):
+            raise self._damage("a row is stored twice")
+        mask[places] = True
+
+    def check(self) -> None:
+        """Once all parts are noted: every row that was hit was hit in all fields and columns."""
+        for (name, low), mask in (self._masks or {}).items():
+            if not np.array_equal(mask, self.hit):
+                raise self._damage(f"field {name!r}, column {low}, is missing in a row that other parts hold")
+
+    def _damage(self, problem: str) -> DamagedError:
+        place = self._layer.place("manifest.json")
+        return DamagedError(place, f"table {self._entry.name!r}: {problem} (LAY-1, LAY-4)")
+
+
+def _spans(block: Block, part: Part) -> Iterator[tuple[str, int, int]]:
+    for f, start in zip(block.entry.fields, part.columns, strict=True):
+        yield f.name, start, start + (f.columns or 1)
+
+
+def pieces(layers: Layers, wanted: Wanted) -> Iterator[Piece]:
+    """The pieces that together supply every wanted row once, from the newest layer down.
+
+    Row indices alone decide; values are not read. Layers and chunks without a surviving row are passed over.
+
+    Raises
+    ------
+    DamagedError
+        Rows are stored twice, or nowhere (RES-1).
+    """
+    undecided: Mask = np.ones(len(wanted), np.bool_)
+    for layer, entry in layers:
+        if entry.storage == "unchanged":
+            continue
+        parts = layer.parts(entry.name)
+        coverage = Coverage(layer, entry, parts, len(wanted))
+        for part in parts:
+            yield from _pieces_of(layer, entry, part, wanted, undecided, coverage)
+        coverage.check()
+        undecided &= ~coverage.hit
+        for keys in tombstones(layer, entry):
+            undecided[wanted.among_ids(keys)[1]] = False
+        if not undecided.any():
+            return
+    if len(wanted) and undecided.any():
+        layer, entry = layers[-1]
+        row = int(wanted.ids()[np.argmax(undecided)])
+        raise DamagedError(layer.place("manifest.json"), f"table {entry.name!r}: row {row} is stored nowhere (RES-1)")
+
+
+def _pieces_of(
+    layer: StoredCheckpoint, entry: TableEntry, part: Part, wanted: Wanted, undecided: Mask, coverage: Coverage
+) -> Iterator[Piece]:
+    block = layer.block(part)
+    for chunk, positions, places in _located(entry, block, part, wanted):
+        coverage.add(part, places)
+        mask = undecided[places]
+        if mask.any():
+            yield Piece(
+                layer, block, part, chunk, as_slice(keep(positions, mask)), as_slice(keep(places, mask))
+            )
+
+
+def _located(
+    entry: TableEntry, block: Block, part: Part, wanted: Wanted
+) -> Iterator[tuple[int, Selection, Selection]]:
+    """The wanted rows that a part holds: chunk, positions in it, places among the wanted."""
+    if part.count == 0:
+        return
+    last = _LOWEST
+    for chunk, low, high in block.rows_of(part):
+        start = low - chunk * block.chunk_rows
+        if part.first_row >= 0:
+            positions, places = wanted.among_range(part.first_row + low - part.offset, high - low)
+        elif not _may_touch(block, part, chunk, low, high, wanted):
+            continue
+        else:
+            ids = listed(entry, block, low, high, last)
+            last = int(ids[-1])
+            positions, places = wanted.among_ids(ids)
+        if length(positions):
+            yield chunk, _shifted(positions, start), places
+
+
+def listed(entry: TableEntry, block: Block, low: int, high: int, last: int) -> Ids:
+    """The ids of block rows low..high-1, which follow `last` in their part (PRT-3)."""
+    ids = block.listed(low, high)
+    if last != _LOWEST and ids[0] <= last:
+        raise DamagedError(block.place("rows"), "not strictly increasing within a part (PRT-3)")
+    if entry.rows is not None:
+        try:
+            check_bounds(ids, entry.rows, f"table {entry.name!r}")
+        except ValueError as error:
+            raise DamagedError(block.place("rows"), f"{error} (PRT-3)") from error
+    return ids
+
+
+def _may_touch(block: Block, part: Part, chunk: int, low: int, high: int, wanted: Wanted) -> bool:
+    """Whether a chunk of listed rows may hold wanted ones, as far as `rows_first` tells."""
+    if block.chunk_rows >= block.entry.rows:
+        return True
+    starts, ends = low == chunk * block.chunk_rows, high == part.offset + part.count
+    first = int(block.rows_first[chunk]) if starts else _LOWEST
+    return wanted.touches(first, _HIGHEST if ends else int(block.rows_first[chunk + 1]) - 1)
+
+
+def _shifted(selection: Selection, start: int) -> Selection:
+    if isinstance(selection, slice):
+        return slice(selection.start + start, selection.stop + start)
+    return selection + start
+
+
+def tombstones(layer: StoredCheckpoint, entry: TableEntry) -> Iterator[Ids]:
+    """The tombstones of a table in one layer, part by part (LAY-5)."""
+    if entry.addressing == "keyed":
+        for part in layer.parts(entry.name):
+            if part.deleted_count:
+                yield layer.block(part).deleted(part)
+
+
+def stored_ids(layer: StoredCheckpoint, entry: TableEntry) -> Iterator[tuple[Part, Ids]]:
+    """The rows or keys that each part of one layer holds."""
+    for part in layer.parts(entry.name):
+        if part.count == 0:
+            continue
+        if part.first_row >= 0:
+            yield part, np.arange(part.first_row, part.first_row + part.count)
+            continue
+        block, last, found = layer.block(part), _LOWEST, []
+        for _, low, high in block.rows_of(part):
+            found.append(listed(entry, block, low, high, last))
+            last = int(found[-1][-1])
+        yield part, np.concatenate(found)
+
+
+def live_keys(layers: Layers) -> Ids:
+    """The keys of a keyed table, ascending as signed int64 (RES-1)."""
+    decided: Ids = np.zeros(0, np.int64)
+    live: list[Ids] = []
+    for layer, entry in layers:
+        if entry.storage == "unchanged":
+            continue
+        keys = _union([ids for _, ids in stored_ids(layer, entry)])
+        live.append(keys[~is_in_sorted(keys, decided)])
+        decided = _union([decided, keys, *tombstones(layer, entry)])
+    return np.sort(np.concatenate(live))
+
+
+def _union(arrays: Sequence[Ids]) -> Ids:
+    return np.unique(np.concatenate(arrays)) if arrays else np.zeros(0, np.int64)
+
+
+def fill(
+    layers: Layers, wanted: Wanted, out: Mapping[str, npt.NDArray[Any]], columns: Mapping[str, tuple[int, int]]
+) -> None:
+    """Read the wanted rows of some fields into arrays.
+
+    Parameters
+    ----------
+    out : mapping
+        Field name to an array (n, width) or (n,) of the field's logical dtype.
+    columns : mapping
+        Field name to the range of columns that its array takes.
+    """
+    fields = {f.name: f for f in layers[0][1].fields if f.name in out}
+    for piece in pieces(layers, wanted):
+        for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):
+            if f.name in fields:
+                _fill_field(piece, f, fields[f.name], start, out[f.name], columns[f.name])
+
+
+def _fill_field(
+    piece: Piece, f: Any, field: Field, start: int, out: npt.NDArray[Any], columns: tuple[int, int]
+) -> None:
+    decode = piece.block.decode
+    if f.columns is None:
+        decode(f, field, piece.chunk, piece.positions, out, piece.places)
+        return
+    low, high = max(start, columns[0]), min(start + f.columns, columns[1])
+    if low >= high:
+        return
+    target = out[:, low - columns[0] : high - columns[0]]
+    if (low, high) == (start, start + f.columns):
+        decode(f, field, piece.chunk, piece.positions, target, piece.places)
+        return
+    count = length(piece.positions)
+    wide = np.empty((count, f.columns), out.dtype)
+    decode(f, field, piece.chunk, piece.positions, wide, slice(0, count))
+    target[piece.places] = wide[:, low - start : high - start]
