@@ -1,0 +1,416 @@
+"""What a trainer hands over and gets back: tables, tensors, and its own small state."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import dlpack, dtypes, layout
+from checkrun_format.errors import InvalidInputError
+from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, length, sorted_ids
+
+ArrayLike: TypeAlias = Any
+"""numpy, or anything with `__dlpack__` on the CPU."""
+
+
+class All:
+    """The type of `ALL`."""
+
+    def __repr__(self) -> str:
+        return "checkrun_format.ALL"
+
+
+ALL: Final = All()
+"""`changed=ALL`: every row may have changed."""
+
+
+class Inherit:
+    """The type of `INHERIT`."""
+
+    def __repr__(self) -> str:
+        return "checkrun_format.INHERIT"
+
+
+INHERIT: Final = Inherit()
+"""`bits=INHERIT`: as the run says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSpec:
+    """Name, logical dtype and columns (None for one value per row) of a field."""
+
+    name: str
+    dtype: str
+    columns: int | None
+
+
+class Table:
+    """An embedding table: row-aligned fields, and which of their rows changed.
+
+    Parameters
+    ----------
+    fields : mapping of text to array
+        Field name (`[a-z][a-z0-9_]{0,63}`) to an array (rows, columns) or (rows,). All rows of the table.
+    changed : row ids, boolean mask of (rows,), or ALL
+        The rows changed since the run's origin (its last committed save or restore) that no save was told yet.
+        Required once the table has been saved. In a keyed table: keys, or a mask aligned with `keys`.
+    keys : array (rows,) of int64 or uint64
+        Makes the table keyed: the key of each row. Together they are every live key.
+    deleted : keys
+        Keys deleted since the run's origin that no save was told yet.
+    bits : None, 1..8, or mapping of field name to these
+        Overrides the run's `bits` for this table. A plain number means the field `weight`.
+    store_as : mapping of field name to "float16" or "bfloat16"
+        Store a raw float32 field narrower; rows that do not fit are kept exactly.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, ArrayLike],
+        *,
+        changed: ArrayLike | All | None = None,
+        keys: ArrayLike | None = None,
+        deleted: ArrayLike | None = None,
+        bits: int | Mapping[str, int | None] | Inherit | None = INHERIT,
+        store_as: Mapping[str, str] | None = None,
+    ) -> None:
+        self.fields = dict(fields)
+        self.changed = changed
+        self.keys = keys
+        self.deleted = deleted
+        self.bits = bits
+        self.store_as = store_as
+        self._function: tuple[Callable[[Ids], Mapping[str, ArrayLike]], int | None, Mapping[str, Any]] | None = None
+
+    @classmethod
+    def from_function(
+        cls,
+        fetch: Callable[[Ids], Mapping[str, ArrayLike]],
+        *,
+        fields: Mapping[str, tuple[npt.DTypeLike, int | None]],
+        rows: int | None = None,
+        keys: ArrayLike | None = None,
+        changed: ArrayLike | All | None = None,
+        deleted: ArrayLike | None = None,
+        bits: int | Mapping[str, int | None] | Inherit | None = INHERIT,
+        store_as: Mapping[str, str] | None = None,
+    ) -> Table:
+        """A table whose values are asked for by row, so that only rows that are stored are ever gathered.
+
+        Parameters
+        ----------
+        fetch : callable
+            Takes row numbers (or keys), an int64 array (n,), in ascending order; gives for each field an array
+            (n, columns) or (n,). It may be asked for the same rows again.
+        fields : mapping
+            Field name to (dtype, columns); columns None for one value per row.
+        rows : int
+            Number of rows of a dense table; or else `keys`.
+        """
+        table = cls({}, changed=changed, keys=keys, deleted=deleted, bits=bits, store_as=store_as)
+        table._function = (fetch, rows, dict(fields))
+        return table
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {tuple(np.shape(value))}" for name, value in self.fields.items())
+        return f"Table({shapes}{', keyed' if self.keys is not None else ''})"
+
+
+@dataclass(slots=True)
+class State:
+    """All that one checkpoint holds.
+
+    Parameters
+    ----------
+    tables : mapping of text to Table
+        Names are any text.
+    tensors : mapping of text to array
+        Dense tensors, of any numeric dtype of numpy, bfloat16 or float8; stored losslessly in every checkpoint.
+    extra : JSON value
+        Trainer and reader state. Tuples come back as lists.
+    blobs : mapping of text to bytes
+        Opaque binary state. Never interpreted, never unpickled.
+    """
+
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    tensors: Mapping[str, ArrayLike] = field(default_factory=dict)
+    extra: Any = None
+    blobs: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSource:
+    """A table, checked: what it is, and how to get at its values."""
+
+    name: str
+    fields: tuple[FieldSpec, ...]
+    rows: int
+    keys: Ids | None
+    """Ascending; None in a dense table."""
+    key_dtype: str | None
+    changed: Ids | All | None
+    """Ascending row numbers or keys."""
+    deleted: Ids
+    bits: int | Mapping[str, int | None] | Inherit | None
+    store_as: Mapping[str, str]
+    fetch: Callable[[Selection], dict[str, npt.NDArray[Any]]]
+    """Values of rows by position: in the order of row numbers, or of `keys`."""
+
+    @property
+    def addressing(self) -> str:
+        """`dense` or `keyed`."""
+        return "dense" if self.keys is None else "keyed"
+
+
+def table_source(name: object, table: object) -> TableSource:
+    """Check a table.
+
+    Raises
+    ------
+    InvalidInputError
+        Naming the table, the field and what is wrong.
+    """
+    text = layout.check_name(name, "table")
+    if not isinstance(table, Table):
+        raise InvalidInputError(f"table {text!r}: a {type(table).__name__} where a checkrun_format.Table belongs")
+    if table._function is not None:
+        fields, rows, by_position = _function_fields(text, table)
+    else:
+        fields, rows, by_position = _array_fields(text, table)
+    keys, key_dtype, order = _keys(text, table, rows)
+    return TableSource(
+        name=text,
+        fields=fields,
+        rows=rows,
+        keys=keys,
+        key_dtype=key_dtype,
+        changed=_changed(text, table.changed, rows, keys, order),
+        deleted=_deleted(text, table, keys),
+        bits=table.bits,
+        store_as=_store_as(text, table.store_as, fields),
+        fetch=by_position(order, keys),
+    )
+
+
+ByPosition: TypeAlias = Callable[
+    [Ids | None, Ids | None], Callable[[Selection], dict[str, npt.NDArray[Any]]]
+]
+
+
+def _array_fields(name: str, table: Table) -> tuple[tuple[FieldSpec, ...], int, ByPosition]:
+    arrays = field_arrays(name, table.fields)
+    counts = {field_name: len(array) for field_name, array in arrays.items()}
+    rows = next(iter(counts.values()))
+    if set(counts.values()) != {rows}:
+        raise InvalidInputError(f"table {name!r}: its fields have different numbers of rows: {counts}")
+
+    def by_position(order: Ids | None, keys: Ids | None) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
+        def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
+            at = selection if order is None else order[selection]
+            return {field_name: array[at] for field_name, array in arrays.items()}
+
+        return fetch
+
+    return tuple(spec_of(field_name, array) for field_name, array in arrays.items()), rows, by_position
+
+
+def field_arrays(table: str, fields: Mapping[str, ArrayLike]) -> dict[str, npt.NDArray[Any]]:
+    """The fields of a table as numpy arrays of one or two dimensions."""
+    if not isinstance(fields, Mapping) or not fields:
+        raise InvalidInputError(f"table {table!r}: no fields; give a mapping of field names to arrays")
+    arrays = {}
+    for name, value in fields.items():
+        what = f"table {table!r}, field {layout.check_field_name(name, table)!r}"
+        arrays[name] = dlpack.to_numpy(value, what)
+        _check_shape(arrays[name].shape, what)
+    return arrays
+
+
+def _check_shape(shape: tuple[int, ...], what: str) -> None:
+    if len(shape) not in (1, 2):
+        raise InvalidInputError(f"{what}: shape {shape}; fields are (rows, columns) or (rows,)")
+    if len(shape) == 2 and shape[1] == 0:
+        raise InvalidInputError(f"{what}: shape {shape} has no columns")
+
+
+def spec_of(name: str, array: npt.NDArray[Any]) -> FieldSpec:
+    """The spec of a field, from its array."""
+    columns = int(array.shape[1]) if array.ndim == 2 else None
+    return FieldSpec(name=name, dtype=dtypes.name_of(array.dtype), columns=columns)
+
+
+def _function_fields(name: str, table: Table) -> tuple[tuple[FieldSpec, ...], int, ByPosition]:
+    assert table._function is not None
+    function, rows, given = table._function
+    specs = tuple(_spec_given(name, field_name, spec) for field_name, spec in given.items())
+    if not specs:
+        raise InvalidInputError(f"table {name!r}: no fields")
+    if (rows is None) == (table.keys is None):
+        raise InvalidInputError(f"table {name!r}: from_function takes either rows= or keys=")
+    count = len(dlpack.to_numpy(table.keys, f"table {name!r}, keys")) if rows is None else _whole(rows, name)
+
+    def by_position(order: Ids | None, keys: Ids | None) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
+        def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
+            ids = _positions(selection) if keys is None else keys[selection]
+            return _fetched(name, specs, function(ids), length(selection))
+
+        return fetch
+
+    return specs, count, by_position
+
+
+def _whole(rows: object, name: str) -> int:
+    if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 0:
+        raise InvalidInputError(f"table {name!r}: rows={rows!r} is no number of rows")
+    return int(rows)
+
+
+def _spec_given(table: str, name: str, spec: object) -> FieldSpec:
+    layout.check_field_name(name, table)
+    if not isinstance(spec, tuple) or len(spec) != 2:
+        raise InvalidInputError(f"table {table!r}, field {name!r}: give (dtype, columns), not {spec!r}")
+    dtype, columns = spec
+    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 1):
+        raise InvalidInputError(f"table {table!r}, field {name!r}: columns {columns!r}; give None or at least 1")
+    known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
+    return FieldSpec(name=name, dtype=known, columns=columns)
+
+
+def _positions(selection: Selection) -> Ids:
+    return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
+
+
+def _fetched(
+    table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int
+) -> dict[str, npt.NDArray[Any]]:
+    """The arrays that a function gave, checked."""
+    arrays = field_arrays(table, values)
+    for spec in specs:
+        wanted = (count,) if spec.columns is None else (count, spec.columns)
+        got = arrays.get(spec.name)
+        if got is None or got.shape != wanted or dtypes.name_of(got.dtype) != spec.dtype:
+            found = "nothing" if got is None else f"{got.dtype} {got.shape}"
+            raise InvalidInputError(
+                f"table {table!r}, field {spec.name!r}: the function gave {found} for {spec.dtype} {wanted}"
+            )
+    return {spec.name: arrays[spec.name] for spec in specs}
+
+
+def _keys(name: str, table: Table, rows: int) -> tuple[Ids | None, str | None, Ids | None]:
+    """Keys in ascending order, their dtype, and the order that sorts them (None if they are sorted)."""
+    if table.keys is None:
+        return None, None, None
+    given = dlpack.to_numpy(table.keys, f"table {name!r}, keys")
+    keys = as_ids(given, f"table {name!r}, keys")
+    if keys.size != rows:
+        raise InvalidInputError(f"table {name!r}: {keys.size} keys for {rows} rows")
+    key_dtype = "uint64" if given.dtype.kind == "u" and given.dtype.itemsize == 8 else "int64"
+    if keys.size < 2 or bool((keys[1:] > keys[:-1]).all()):
+        return keys.copy(), key_dtype, None
+    order = np.argsort(keys, kind="stable")
+    return sorted_ids(keys, f"table {name!r}, keys"), key_dtype, order
+
+
+def _changed(
+    name: str, changed: ArrayLike | All | None, rows: int, keys: Ids | None, order: Ids | None
+) -> Ids | All | None:
+    if changed is None or isinstance(changed, All):
+        return changed
+    what = f"table {name!r}, changed"
+    given = dlpack.to_numpy(sorted(changed) if isinstance(changed, set | frozenset) else changed, what)
+    if given.dtype == np.bool_:
+        return _from_mask(given, what, rows, keys, order)
+    ids = sorted_ids(given, what)
+    if keys is None:
+        check_bounds(ids, rows, what)
+    return ids.copy()
+
+
+def _from_mask(mask: npt.NDArray[np.bool_], what: str, rows: int, keys: Ids | None, order: Ids | None) -> Ids:
+    if mask.shape != (rows,):
+        raise InvalidInputError(f"{what}: a mask of shape {mask.shape} for {rows} rows")
+    if keys is None:
+        return np.flatnonzero(mask)
+    return keys[mask if order is None else mask[order]]
+
+
+def _deleted(name: str, table: Table, keys: Ids | None) -> Ids:
+    if table.deleted is None:
+        return np.zeros(0, np.int64)
+    if keys is None:
+        raise InvalidInputError(f"table {name!r}: only a keyed table has deleted keys; rows of a dense one stay")
+    return sorted_ids(dlpack.to_numpy(table.deleted, f"table {name!r}, deleted"), f"table {name!r}, deleted").copy()
+
+
+def _store_as(name: str, given: Mapping[str, str] | None, fields: Iterable[FieldSpec]) -> Mapping[str, str]:
+    by_name = {spec.name: spec for spec in fields}
+    for field_name, dtype in (given or {}).items():
+        what = f"table {name!r}, store_as {field_name!r}"
+        if field_name not in by_name:
+            raise InvalidInputError(f"{what}: the table has no such field")
+        if dtype not in ("float16", "bfloat16") or by_name[field_name].dtype != "float32":
+            raise InvalidInputError(f"{what}: a float32 field can be stored as 'float16' or 'bfloat16', not {dtype!r}")
+    return dict(given or {})
+
+
+def tensor_arrays(tensors: Mapping[str, ArrayLike]) -> dict[str, npt.NDArray[Any]]:
+    """The dense tensors as numpy arrays."""
+    if not isinstance(tensors, Mapping):
+        raise InvalidInputError(f"tensors: a {type(tensors).__name__} where a mapping belongs")
+    return {
+        layout.check_name(name, "tensor"): dlpack.to_numpy(value, f"tensor {name!r}") for name, value in tensors.items()
+    }
+
+
+def blob_bytes(blobs: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The blobs as bytes."""
+    for name, value in blobs.items():
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise InvalidInputError(f"blob {name!r}: a {type(value).__name__} where bytes belong")
+    return {layout.check_name(name, "blob"): bytes(value) for name, value in blobs.items()}
+
+
+def extra_json(extra: object) -> bytes:
+    """`extra` as UTF-8 JSON.
+
+    Raises
+    ------
+    InvalidInputError
+        Naming the place of the first value that JSON cannot carry.
+    """
+    _check_json(extra, "extra", 0)
+    try:
+        return layout.to_json(extra)
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError(f"extra is not JSON: {error}") from error
+
+
+def _check_json(value: object, place: str, depth: int) -> None:
+    if depth > 200:
+        raise InvalidInputError(f"{place} is nested deeper than 200 levels, or contains itself")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise InvalidInputError(f"{place}: key {key!r} is not text; JSON objects have text keys only")
+            _check_json(inner, f"{place}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_json(inner, f"{place}[{index}]", depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InvalidInputError(f"{place} is {value}, which JSON cannot carry")
+    elif not isinstance(value, str | int | float | None):
+        raise InvalidInputError(f"{place} is a {type(value).__name__}, which JSON cannot carry; use blobs for bytes")
+
+
+def parse_json(data: bytes) -> Any:
+    """The inverse of `extra_json`."""
+    return json.loads(data)
