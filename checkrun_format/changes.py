@@ -1,0 +1,161 @@
+"""What changed between two checkpoints (FORMAT.md 9.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format.chain import History, same_kind
+from checkrun_format.manifest import TableEntry
+from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.resolver import fill, live_keys, stored_ids, tombstones
+from checkrun_format.rows import Ids, WantedIds, is_in_sorted
+from checkrun_format import dtypes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """A batch of changed rows of one table.
+
+    Attributes
+    ----------
+    table : str
+    rows : int64 array (n,)
+        Row numbers, or keys, ascending; each row is in one batch only.
+    fields : mapping
+        Field name to the newest values, (n, columns) or (n,).
+    deleted : int64 array
+        Keys that are gone. Apply them before `rows`. In the table's first batch only.
+    table_rows : int or None
+        Number of rows that a dense table now has; rows beyond are gone.
+    dropped : bool
+        The table is gone as a whole; the batch has no rows.
+    key_dtype : str or None
+        `uint64`: the bits of `rows` and `deleted` are to be read so.
+    """
+
+    table: str
+    rows: Ids
+    fields: dict[str, npt.NDArray[Any]]
+    deleted: Ids
+    table_rows: int | None
+    dropped: bool = False
+    key_dtype: str | None = None
+
+
+@dataclass(slots=True)
+class _Found:
+    """Changed ids of one table, collected along the way."""
+
+    rows: list[Ids] = field(default_factory=list)
+    deleted: list[Ids] = field(default_factory=list)
+    everything: bool = False
+
+
+def changes(history: History, checkpoint: StoredCheckpoint, since: int, max_bytes: int) -> Iterator[Changes]:
+    """Batches of all that changed since checkpoint `since` (CHG-1, CHG-2).
+
+    Raises
+    ------
+    HistoryPrunedError
+        Before the first batch, if it cannot be told (CHG-3).
+    """
+    found: dict[str, _Found] = {}
+    dropped: set[str] = set()
+    for layer in history.predecessors(checkpoint, since):
+        _collect(layer, found, dropped)
+        target = layer.commit.rollback_to
+        if target is not None and layer.commit.predecessor is not None:
+            _collect_abandoned(history, layer, target, found, dropped)
+    gone = [name for name in sorted(dropped | set(found)) if not checkpoint.has(name)]
+    return _batches(history, checkpoint, found, gone, max_bytes)
+
+
+def _collect(layer: StoredCheckpoint, found: dict[str, _Found], dropped: set[str]) -> None:
+    dropped.update(layer.manifest.dropped)
+    for entry in layer.manifest.tables:
+        if entry.storage != "unchanged":
+            _collect_table(layer, layer.entry(entry.name), found.setdefault(entry.name, _Found()))
+
+
+def _collect_table(layer: StoredCheckpoint, entry: TableEntry, found: _Found) -> None:
+    found.deleted.extend(tombstones(layer, entry))
+    parts = layer.parts(entry.name)
+    if all(part.recent == 0 for part in parts):
+        return
+    for part, ids in stored_ids(layer, entry):
+        if part.recent:
+            found.rows.append(ids[layer.block(part).recent(part)])
+
+
+def _collect_abandoned(
+    history: History, layer: StoredCheckpoint, target: int, found: dict[str, _Found], dropped: set[str]
+) -> None:
+    """What the checkpoints between a rollback and its target changed is undone by it."""
+    assert layer.commit.predecessor is not None
+    restored = history.get(target)
+    for undone in history.predecessors(history.get(layer.commit.predecessor), target):
+        _collect(undone, found, dropped)
+        for entry in restored.manifest.tables:
+            other = next((e for e in undone.manifest.tables if e.name == entry.name), None)
+            if other is None or not same_kind(entry, other) or entry.rows != other.rows:
+                found.setdefault(entry.name, _Found()).everything = True
+        dropped.update(entry.name for entry in undone.manifest.tables if not restored.has(entry.name))
+
+
+def _batches(
+    history: History, checkpoint: StoredCheckpoint, found: dict[str, _Found], gone: list[str], max_bytes: int
+) -> Iterator[Changes]:
+    nothing = np.zeros(0, np.int64)
+    for name in gone:
+        yield Changes(table=name, rows=nothing, fields={}, deleted=nothing, table_rows=None, dropped=True)
+    for name in sorted(set(found) - set(gone)):
+        yield from _table_batches(history, checkpoint, name, found[name], max_bytes)
+
+
+def _table_batches(
+    history: History, checkpoint: StoredCheckpoint, name: str, found: _Found, max_bytes: int
+) -> Iterator[Changes]:
+    layers = history.layers(checkpoint, name)
+    entry = layers[0][1]
+    live = live_keys(layers) if entry.addressing == "keyed" else None
+    rows, deleted = _split(found, entry.rows, live)
+    width = sum(dtypes.logical(f.dtype).itemsize * (f.columns or 1) for f in entry.fields) + 8
+    step = max(1, max_bytes // width)
+    for start in range(0, max(rows.size, 1), step):
+        some = rows[start : start + step]
+        if not some.size and not deleted.size and not found.everything:
+            return
+        yield Changes(
+            table=name,
+            rows=some,
+            fields=read_fields(layers, WantedIds(some)),
+            deleted=deleted,
+            table_rows=entry.rows,
+            key_dtype=entry.key_dtype,
+        )
+        deleted = deleted[:0]
+
+
+def _split(found: _Found, rows: int | None, live: Ids | None) -> tuple[Ids, Ids]:
+    """Rows to be read, and keys that are gone."""
+    touched = np.unique(np.concatenate([np.zeros(0, np.int64), *found.rows, *found.deleted]))
+    if live is None:
+        assert rows is not None
+        return (np.arange(rows) if found.everything else touched[touched < rows]), touched[:0]
+    lives = is_in_sorted(touched, live)
+    return (live if found.everything else touched[lives]), touched[~lives]
+
+
+def read_fields(layers: list[tuple[StoredCheckpoint, TableEntry]], wanted: WantedIds) -> dict[str, npt.NDArray[Any]]:
+    """All fields of the wanted rows, in new arrays."""
+    out = {
+        f.name: np.empty((len(wanted), f.columns) if f.columns else len(wanted), dtypes.logical(f.dtype))
+        for f in layers[0][1].fields
+    }
+    fill(layers, wanted, out, {f.name: (0, f.columns or 1) for f in layers[0][1].fields})
+    return out

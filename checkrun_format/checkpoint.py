@@ -1,0 +1,357 @@
+"""A committed checkpoint and its tables, as the user sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import dlpack, dtypes
+from checkrun_format.chain import History
+from checkrun_format.changes import Changes, changes
+from checkrun_format.errors import InvalidInputError, RowNotFoundError
+from checkrun_format.manifest import Commit, Field
+from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.resolver import fill, live_keys
+from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted
+from checkrun_format.state import ArrayLike, State, Table
+
+if TYPE_CHECKING:
+    import zarr
+
+
+class TableView:
+    """One table at one checkpoint; reading resolves the chain for just the rows that are asked for."""
+
+    def __init__(self, history: History, stored: StoredCheckpoint, name: str) -> None:
+        self._history = history
+        self._stored = stored
+        self._entry = stored.entry(name)
+        self._keys: Ids | None = None
+        self.name = name
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{f.name}: {f.dtype} {'' if f.columns is None else f.columns}".strip() for f in self.fields)
+        return f"<table {self.name!r} of checkpoint {self._stored.commit.sequence}: {fields}>"
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Names, logical dtypes and columns of the fields."""
+        return tuple(self._entry.fields)
+
+    @property
+    def addressing(self) -> str:
+        """`dense` or `keyed`."""
+        return self._entry.addressing
+
+    @property
+    def storage(self) -> str:
+        """How this checkpoint itself stores the table: `full`, `changed` or `unchanged`."""
+        return self._entry.storage
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows that this checkpoint itself stores."""
+        return self._stored.stored_rows(self.name)
+
+    def keys(self) -> npt.NDArray[Any]:
+        """The live keys of a keyed table, ascending as signed int64; int64 or uint64 (n,)."""
+        if self._entry.addressing != "keyed":
+            raise InvalidInputError(f"table {self.name!r} is dense: its rows are 0 to {len(self) - 1}")
+        if self._keys is None:
+            self._keys = live_keys(self._history.layers(self._stored, self.name))
+        return self._keys.view(self._entry.key_dtype)
+
+    def __len__(self) -> int:
+        return len(self.keys()) if self._entry.rows is None else self._entry.rows
+
+    def read(
+        self,
+        rows: slice | None = None,
+        *,
+        columns: slice | None = None,
+        fields: Sequence[str] | None = None,
+        out: Mapping[str, ArrayLike] | None = None,
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Read consecutive rows.
+
+        Parameters
+        ----------
+        rows : slice
+            As for a numpy array, step 1; in a keyed table: places in the order of `keys()`.
+        columns : slice
+            Of the fields with columns; likewise.
+        fields : names
+            By default all.
+        out : mapping of field name to array
+            Writable CPU arrays of the right shape and dtype to read into; then only these fields are read.
+
+        Returns
+        -------
+        dict
+            Field name to an array (rows, columns) or (rows,); bfloat16 is the dtype of `ml_dtypes`.
+        """
+        low, high = _range(rows, len(self), f"rows of table {self.name!r}")
+        if self._entry.rows is None:
+            return self._read(WantedIds(self.keys().view(np.int64)[low:high]), columns, fields, out)
+        return self._read(WantedRange(low, high), columns, fields, out)
+
+    def take(
+        self,
+        ids: ArrayLike,
+        *,
+        columns: slice | None = None,
+        fields: Sequence[str] | None = None,
+        out: Mapping[str, ArrayLike] | None = None,
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Read rows by number, or by key in a keyed table; in any order, repeats allowed.
+
+        Raises
+        ------
+        RowNotFoundError
+            Naming the first row or key that is not there.
+        """
+        wanted = as_ids(dlpack.to_numpy(ids, "ids"), "ids")
+        unique, inverse = np.unique(wanted, return_inverse=True)
+        self._check_present(unique)
+        if np.array_equal(unique, wanted):
+            return self._read(WantedIds(unique), columns, fields, out)
+        found = self._read(WantedIds(unique), columns, fields if out is None else list(out), None)
+        if out is None:
+            return {name: array[inverse] for name, array in found.items()}
+        targets = self._targets(out, wanted.size, {f.name: _columns(f, columns) for f in self.fields})
+        for name, target in targets.items():
+            target[...] = found[name][inverse]
+        return targets
+
+    def _check_present(self, ids: Ids) -> None:
+        if self._entry.rows is None:
+            missing = ids[~is_in_sorted(ids, self.keys().view(np.int64))]
+        else:
+            missing = ids[(ids < 0) | (ids >= self._entry.rows)]
+        if missing.size:
+            what = "key" if self._entry.rows is None else "row"
+            shown = missing[:1].view(self._entry.key_dtype or np.int64)[0]
+            raise RowNotFoundError(f"table {self.name!r} has no {what} {shown} ({missing.size} are missing in all)")
+
+    def _read(
+        self,
+        wanted: Wanted,
+        columns: slice | None,
+        names: Sequence[str] | None,
+        out: Mapping[str, ArrayLike] | None,
+    ) -> dict[str, npt.NDArray[Any]]:
+        cut = {f.name: _columns(f, columns) for f in self._chosen(names if out is None else list(out))}
+        arrays = self._fresh(cut, len(wanted)) if out is None else self._targets(out, len(wanted), cut)
+        if len(wanted):
+            fill(self._history.layers(self._stored, self.name), wanted, arrays, cut)
+        return arrays
+
+    def _chosen(self, names: Sequence[str] | None) -> list[Field]:
+        by_name = {f.name: f for f in self.fields}
+        unknown = [name for name in names or () if name not in by_name]
+        if unknown:
+            raise InvalidInputError(f"table {self.name!r} has no field {unknown[0]!r}; it has {', '.join(by_name)}")
+        return [by_name[name] for name in (by_name if names is None else names)]
+
+    def _shape(self, field: Field, count: int, cut: tuple[int, int]) -> tuple[int, ...]:
+        return (count,) if field.columns is None else (count, cut[1] - cut[0])
+
+    def _fresh(self, cut: Mapping[str, tuple[int, int]], count: int) -> dict[str, npt.NDArray[Any]]:
+        return {
+            f.name: np.empty(self._shape(f, count, cut[f.name]), dtypes.logical(f.dtype))
+            for f in self.fields
+            if f.name in cut
+        }
+
+    def _targets(
+        self, out: Mapping[str, ArrayLike], count: int, cut: Mapping[str, tuple[int, int]]
+    ) -> dict[str, npt.NDArray[Any]]:
+        if not isinstance(out, Mapping):
+            raise InvalidInputError("out: give a mapping of field names to arrays")
+        targets = {}
+        for f in self._chosen(list(out)):
+            what = f"out[{f.name!r}] of table {self.name!r}"
+            targets[f.name] = dlpack.to_writable(out[f.name], what)
+            shape, dtype = self._shape(f, count, cut[f.name]), dtypes.logical(f.dtype)
+            if targets[f.name].shape != shape or targets[f.name].dtype != dtype:
+                got = targets[f.name]
+                raise InvalidInputError(f"{what}: {got.dtype} {got.shape} where {f.dtype} {shape} is read")
+        return targets
+
+
+def _range(rows: slice | None, count: int, what: str) -> tuple[int, int]:
+    if rows is None:
+        return 0, count
+    if not isinstance(rows, slice):
+        raise InvalidInputError(f"{what}: give a slice; take() reads single rows")
+    try:
+        low, high, step = rows.indices(count)
+    except TypeError as error:
+        raise InvalidInputError(f"{what}: {error}") from error
+    if step != 1:
+        raise InvalidInputError(f"{what}: step {step}; only consecutive ones are read")
+    return low, max(low, high)
+
+
+def _columns(field: Field, columns: slice | None) -> tuple[int, int]:
+    return _range(columns, field.columns or 1, f"columns of field {field.name!r}") if field.columns else (0, 1)
+
+
+class Checkpoint:
+    """A committed, immutable checkpoint.
+
+    Opening one reads its commit; everything else is read when it is asked for.
+    """
+
+    def __init__(self, history: History, stored: StoredCheckpoint) -> None:
+        self._history = history
+        self._stored = stored
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self.sequence}, step {self.step}, of {self._history.store.url}>"
+
+    @property
+    def commit(self) -> Commit:
+        """The commit (FORMAT.md 5.2)."""
+        return self._stored.commit
+
+    @property
+    def sequence(self) -> int:
+        """Its number."""
+        return self.commit.sequence
+
+    @property
+    def step(self) -> int | None:
+        """The trainer's step."""
+        return self.commit.step
+
+    @property
+    def parent(self) -> int | None:
+        """The number of its parent; None in a base."""
+        return self.commit.parent
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all objects of the checkpoint, the manifest included, the commit apart."""
+        return self.commit.stored_bytes + self.commit.manifest.bytes
+
+    @property
+    def tables(self) -> list[str]:
+        """Names of the tables."""
+        return [entry.name for entry in self._stored.manifest.tables]
+
+    def table(self, name: str) -> TableView:
+        """One table.
+
+        Raises
+        ------
+        TableNotFoundError, UnsupportedFeatureError
+        """
+        return TableView(self._history, self._stored, name)
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the dense tensors."""
+        return [entry.name for entry in self._stored.manifest.tensors]
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """One dense tensor, as a new array."""
+        return self._stored.tensor(name)
+
+    @property
+    def extra(self) -> Any:
+        """The trainer's state."""
+        return self._stored.extra()
+
+    @property
+    def blobs(self) -> list[str]:
+        """Names of the blobs."""
+        return [entry.name for entry in self._stored.manifest.blobs]
+
+    def blob(self, name: str) -> bytes:
+        """One blob."""
+        entry = next((b for b in self._stored.manifest.blobs if b.name == name), None)
+        if entry is None:
+            raise InvalidInputError(f"checkpoint {self.sequence} has no blob {name!r}")
+        return self._stored.blob(entry)
+
+    def load(self, *, tables: Sequence[str] | None = None, out: State | None = None) -> State:
+        """Read the whole checkpoint, or some of its tables.
+
+        Parameters
+        ----------
+        tables : names
+            By default all. With `tables=[]` only tensors, extra and blobs.
+        out : State
+            Existing arrays to read into, of the right shapes and dtypes: tables that `out` has are read into its
+            arrays (its fields only), and tensors that it has into its tensors. The rest is returned in new arrays.
+
+        Returns
+        -------
+        State
+            Tables hold every field as an array, and `keys` if keyed.
+        """
+        names = self.tables if tables is None else list(tables)
+        given = out or State()
+        return State(
+            tables={name: self._load_table(name, given.tables.get(name)) for name in names},
+            tensors={name: self._load_tensor(name, given.tensors.get(name)) for name in self.tensors},
+            extra=self.extra,
+            blobs={name: self.blob(name) for name in self.blobs},
+        )
+
+    def _load_table(self, name: str, into: Table | None) -> Table:
+        view = self.table(name)
+        keys = view.keys() if view.addressing == "keyed" else None
+        if into is None:
+            return Table(view.read(), keys=keys)
+        view.read(out=into.fields)
+        return Table(into.fields, keys=keys)
+
+    def _load_tensor(self, name: str, into: ArrayLike | None) -> ArrayLike:
+        values = self.tensor(name)
+        if into is None:
+            return values
+        target = dlpack.to_writable(into, f"out tensor {name!r}")
+        if target.shape != values.shape or target.dtype != values.dtype:
+            raise InvalidInputError(
+                f"out tensor {name!r}: {target.dtype} {target.shape} where {values.dtype} {values.shape} is read"
+            )
+        target[...] = values
+        return into
+
+    def changes_since(self, other: int | Checkpoint, *, max_bytes: int = 64 << 20) -> Iterator[Changes]:
+        """Exactly the rows and tombstones that changed since an earlier checkpoint, in bounded batches.
+
+        Parameters
+        ----------
+        other : number or Checkpoint
+            An earlier checkpoint; it may itself be pruned by now.
+        max_bytes : int
+            Decoded bytes of one batch, about; at least one row.
+
+        Raises
+        ------
+        HistoryPrunedError
+            A checkpoint on the way is gone; load the whole instead.
+        """
+        since = other.sequence if isinstance(other, Checkpoint) else other
+        if isinstance(since, bool) or not isinstance(since, int) or not 0 < since <= self.sequence:
+            raise InvalidInputError(f"changes since {since!r}: give the number of a checkpoint up to {self.sequence}")
+        if max_bytes < 1:
+            raise InvalidInputError(f"max_bytes {max_bytes!r}; at least 1")
+        return changes(self._history, self._stored, since, max_bytes)
+
+    def zarr(self) -> zarr.Group:
+        """The checkpoint's arrays as a read-only Zarr group, exactly as they are stored."""
+        import zarr
+        from zarr.storage import LocalStore
+
+        from checkrun_format.stores import LocalStore as OurLocalStore
+
+        assert isinstance(self._history.store, OurLocalStore)
+        path = f"{self._history.store.root}/{self._stored.prefix}"
+        return zarr.open_group(LocalStore(path, read_only=True), mode="r", zarr_format=3, use_consolidated=False)
