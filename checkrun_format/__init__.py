@@ -1,1 +1,73 @@
-"""checkrun-format: checkpoints of recommendation models, incremental and quantized, on Zarr v3."""
+"""checkrun-format: checkpoints of recommendation models, incremental and quantized, on Zarr v3.
+
+    import checkrun_format as crf
+
+    run = crf.open_run("runs/dlrm", mode="a", bits=4)
+    run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": sums})}), step=0)
+    run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": sums}, changed=ids)}), step=1000)
+    state = run.latest().load()
+"""
+
+from checkrun_format import quantize
+from checkrun_format.changes import Changes
+from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.errors import (
+    BurntError,
+    BurntNumberWarning,
+    CheckpointNotFoundError,
+    CheckrunError,
+    ConcurrentCommitError,
+    DamagedError,
+    HistoryPrunedError,
+    InvalidInputError,
+    NotARunError,
+    NotFoundError,
+    PrunedError,
+    RowNotFoundError,
+    RunNotFoundError,
+    StorageError,
+    TableNotFoundError,
+    UnsupportedFeatureError,
+    UnsupportedVersionError,
+)
+from checkrun_format.manifest import Problem
+from checkrun_format.run import Run, open_run
+from checkrun_format.staging import Save, StagedWriter, join_save
+from checkrun_format.state import ALL, INHERIT, State, Table
+from checkrun_format.versions import FORMAT_VERSION, __version__
+
+__all__ = [
+    "ALL",
+    "FORMAT_VERSION",
+    "INHERIT",
+    "BurntError",
+    "BurntNumberWarning",
+    "Changes",
+    "Checkpoint",
+    "CheckpointNotFoundError",
+    "CheckrunError",
+    "ConcurrentCommitError",
+    "DamagedError",
+    "HistoryPrunedError",
+    "InvalidInputError",
+    "NotARunError",
+    "NotFoundError",
+    "Problem",
+    "PrunedError",
+    "RowNotFoundError",
+    "Run",
+    "RunNotFoundError",
+    "Save",
+    "StagedWriter",
+    "State",
+    "StorageError",
+    "Table",
+    "TableNotFoundError",
+    "TableView",
+    "UnsupportedFeatureError",
+    "UnsupportedVersionError",
+    "__version__",
+    "join_save",
+    "open_run",
+    "quantize",
+]

@@ -223,16 +223,47 @@ def copied(encoded: EncodedRows) -> EncodedRows:
         )
         for f in encoded.fields
     ]
-    return EncodedRows(count=encoded.count, fields=fields, rows=None if encoded.rows is None else np.array(encoded.rows))
+    rows = None if encoded.rows is None else np.array(encoded.rows)
+    return EncodedRows(count=encoded.count, fields=fields, rows=rows)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRows:
+    """Rows of a small part that wait to be encoded together with others of the same plans."""
+
+    count: int
+    values: dict[str, npt.NDArray[Any]]
+    rows: Ids | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One part of a pool."""
+
+    table: str
+    first_row: int
+    count: int
+    columns: Sequence[int]
+    recent: bool | Mask
+    deleted: Ids
+
+
+@dataclass(slots=True, kw_only=True)
 class Pool:
-    """Small parts of one layout that will share a block."""
+    """Small parts that will share a block: of the same plans and yet to be encoded, or encoded in the same layout."""
 
-    pieces: list[EncodedRows] = field(default_factory=list)
-    recents: list[Mask | bool] = field(default_factory=list)
-    deleted: list[Ids] = field(default_factory=list)
-    headers: list[tuple[str, int, list[int]]] = field(default_factory=list)
-    """For each part: table, first row (-1 if listed), columns."""
+    plans: Sequence[FieldPlan]
+    members: list[Member] = field(default_factory=list)
+    plain: list[PlainRows] = field(default_factory=list)
+    encoded: list[EncodedRows] = field(default_factory=list)
     bytes: int = 0
+
+    def whole(self) -> EncodedRows:
+        """All rows as one, encoded."""
+        if self.encoded:
+            return join(self.encoded)
+        if not self.plain:
+            return EncodedRows(count=0, fields=[], rows=None)
+        values = {name: np.concatenate([p.values[name] for p in self.plain]) for name in self.plain[0].values}
+        rows = None if self.plain[0].rows is None else np.concatenate([p.rows for p in self.plain if p.rows is not None])
+        return Encoder(plans=self.plans).encode(values, rows)

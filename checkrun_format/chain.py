@@ -24,7 +24,6 @@ from checkrun_format.manifest import Burnt, Commit, Pruned, TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.stores import Store
 
-
 _KEPT = 64
 """Checkpoints whose documents are kept in memory."""
 

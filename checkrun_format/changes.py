@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from checkrun_format import dtypes
 from checkrun_format.chain import History, same_kind
 from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import fill, live_keys, stored_ids, tombstones
 from checkrun_format.rows import Ids, WantedIds, is_in_sorted
-from checkrun_format import dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ class _Found:
     rows: list[Ids] = field(default_factory=list)
     deleted: list[Ids] = field(default_factory=list)
     everything: bool = False
+    full: bool = False
+    """Stored full on the way: its number of rows may have changed, even if no row did."""
 
 
 def changes(history: History, checkpoint: StoredCheckpoint, since: int, max_bytes: int) -> Iterator[Changes]:
@@ -64,47 +66,56 @@ def changes(history: History, checkpoint: StoredCheckpoint, since: int, max_byte
     HistoryPrunedError
         Before the first batch, if it cannot be told (CHG-3).
     """
-    found: dict[str, _Found] = {}
-    dropped: set[str] = set()
+    walk = _Walk(history)
     for layer in history.predecessors(checkpoint, since):
-        _collect(layer, found, dropped)
-        target = layer.commit.rollback_to
-        if target is not None and layer.commit.predecessor is not None:
-            _collect_abandoned(history, layer, target, found, dropped)
-    gone = [name for name in sorted(dropped | set(found)) if not checkpoint.has(name)]
-    return _batches(history, checkpoint, found, gone, max_bytes)
+        walk.visit(layer)
+    gone = [name for name in sorted(walk.dropped | set(walk.found)) if not checkpoint.has(name)]
+    return _batches(history, checkpoint, walk.found, gone, max_bytes)
 
 
-def _collect(layer: StoredCheckpoint, found: dict[str, _Found], dropped: set[str]) -> None:
-    dropped.update(layer.manifest.dropped)
-    for entry in layer.manifest.tables:
-        if entry.storage != "unchanged":
-            _collect_table(layer, layer.entry(entry.name), found.setdefault(entry.name, _Found()))
+class _Walk:
+    """Collects what the checkpoints on the way say has changed."""
 
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._seen: set[int] = set()
+        self.found: dict[str, _Found] = {}
+        self.dropped: set[str] = set()
 
-def _collect_table(layer: StoredCheckpoint, entry: TableEntry, found: _Found) -> None:
-    found.deleted.extend(tombstones(layer, entry))
-    parts = layer.parts(entry.name)
-    if all(part.recent == 0 for part in parts):
-        return
-    for part, ids in stored_ids(layer, entry):
-        if part.recent:
-            found.rows.append(ids[layer.block(part).recent(part)])
+    def visit(self, layer: StoredCheckpoint) -> None:
+        """Add one checkpoint, and what it undoes if it is a rollback."""
+        if layer.commit.sequence in self._seen:
+            return
+        self._seen.add(layer.commit.sequence)
+        self.dropped.update(layer.manifest.dropped)
+        for entry in layer.manifest.tables:
+            if entry.storage != "unchanged":
+                self._collect(layer, layer.entry(entry.name))
+        if layer.commit.rollback_to is not None and layer.commit.predecessor is not None:
+            restored = self._history.get(layer.commit.rollback_to)
+            for undone in self._history.predecessors(
+                self._history.get(layer.commit.predecessor), layer.commit.rollback_to
+            ):
+                self._compare(restored, undone)
+                self.visit(undone)
 
+    def _collect(self, layer: StoredCheckpoint, entry: TableEntry) -> None:
+        found = self.found.setdefault(entry.name, _Found())
+        found.full |= entry.storage == "full"
+        found.deleted.extend(tombstones(layer, entry))
+        if any(part.recent for part in layer.parts(entry.name)):
+            for part, ids in stored_ids(layer, entry):
+                if part.recent:
+                    found.rows.append(ids[layer.block(part).recent(part)])
 
-def _collect_abandoned(
-    history: History, layer: StoredCheckpoint, target: int, found: dict[str, _Found], dropped: set[str]
-) -> None:
-    """What the checkpoints between a rollback and its target changed is undone by it."""
-    assert layer.commit.predecessor is not None
-    restored = history.get(target)
-    for undone in history.predecessors(history.get(layer.commit.predecessor), target):
-        _collect(undone, found, dropped)
+    def _compare(self, restored: StoredCheckpoint, undone: StoredCheckpoint) -> None:
+        """Tables that a rollback brings back in another shape, or takes away (CHG-2)."""
+        others = {entry.name: entry for entry in undone.manifest.tables}
         for entry in restored.manifest.tables:
-            other = next((e for e in undone.manifest.tables if e.name == entry.name), None)
+            other = others.pop(entry.name, None)
             if other is None or not same_kind(entry, other) or entry.rows != other.rows:
-                found.setdefault(entry.name, _Found()).everything = True
-        dropped.update(entry.name for entry in undone.manifest.tables if not restored.has(entry.name))
+                self.found.setdefault(entry.name, _Found()).everything = True
+        self.dropped.update(others)
 
 
 def _batches(
@@ -128,7 +139,7 @@ def _table_batches(
     step = max(1, max_bytes // width)
     for start in range(0, max(rows.size, 1), step):
         some = rows[start : start + step]
-        if not some.size and not deleted.size and not found.everything:
+        if not some.size and not deleted.size and not found.everything and not found.full:
             return
         yield Changes(
             table=name,

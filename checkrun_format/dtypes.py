@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -39,6 +40,7 @@ def logical(name: str) -> np.dtype[Any]:
     return _NUMPY[name]
 
 
+@functools.lru_cache(maxsize=256)
 def name_of(dtype: npt.DTypeLike) -> str:
     """The logical name of a numpy dtype, whatever its byte order.
 

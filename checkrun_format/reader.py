@@ -23,7 +23,6 @@ from checkrun_format.manifest import ArrayEntry, BlockEntry, BlockField, Commit,
 from checkrun_format.rows import Ids, Mask, Selection
 from checkrun_format.stores import Store
 
-
 _SCATTER_BYTES = 4 << 20
 """Decoded bytes that wait at a time before they are scattered."""
 
@@ -148,6 +147,10 @@ class StoredCheckpoint:
         if entry.storage == "unchanged" and parts:
             raise DamagedError(self.place("manifest.json"), f"table {table!r} is unchanged but has parts")
         return parts
+
+    def stored_parts(self) -> dict[str, list[Part]]:
+        """All parts of all tables, by table; not yet checked against the tables' entries."""
+        return self._parts
 
     def block(self, part: Part) -> Block:
         """The block that holds a part."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from checkrun_format.resolver import stored_ids, tombstones
 from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.resolver import stored_ids, tombstones
 from checkrun_format.rows import Ids, KeySet, RowSet
 from checkrun_format.state import All, TableSource
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import blocks, chunks, dtypes, layout
-from checkrun_format.blocks import BlockLayout, EncodedRows, FieldLayout, FieldPlan, Pool
+from checkrun_format.blocks import BlockLayout, EncodedRows, FieldLayout, FieldPlan, Member, PlainRows, Pool
 from checkrun_format.manifest import (
     ArrayEntry,
     BlockEntry,
@@ -27,8 +28,11 @@ from checkrun_format.stores import Buffer, Store
 CHUNK_BYTES = 16 << 20
 """Default size of the largest chunk of a block."""
 
-_POOL_BYTES = 4 << 20
-"""Parts below this share a block; a pool is written when it holds a chunk's worth."""
+_SMALL_BYTES = 4 << 20
+"""Source bytes up to which a part shares a block with others."""
+
+_POOL_BYTES = 64 << 20
+"""Source bytes that wait in a pool before its block is written."""
 
 _PIECE_BYTES = 16 << 20
 """Source bytes that are gathered and encoded at a time."""
@@ -188,7 +192,7 @@ class Writer:
         self._tables: dict[str, int] = {}
         self._blocks: list[BlockEntry] = []
         self._parts: list[list[int]] = []
-        self._pools: dict[BlockLayout, Pool] = {}
+        self._pools: dict[Hashable, Pool] = {}
         self._dense: dict[str, list[npt.NDArray[Any]]] = {}
         self._dense_sizes: dict[str, int] = {}
         self._tensors: list[dict[str, Any]] = []
@@ -197,31 +201,36 @@ class Writer:
 
     def put_part(self, part: PartSource) -> None:
         """Store one part; small ones wait in a pool until there is a chunk's worth, or `finish`."""
-        if part.count == 0:
-            if part.deleted.size:
-                self._pool(_tombstones(part), part, columns=[])
+        if part.count == 0 and part.deleted.size == 0:
             return
-        encoder = blocks.Encoder(plans=part.plans)
-        columns = [plan.start for plan in part.plans]
-        if part.count * sum(plan.row_bytes for plan in part.plans) <= _POOL_BYTES:
-            encoded = encoder.encode(part.fetch(0, part.count), part.rows)
-            self._count(part, encoded)
-            self._pool(blocks.copied(encoded), part, columns)
-        else:
-            self._put_large(part, encoder, columns)
+        size = part.count * sum(plan.row_bytes for plan in part.plans)
+        if size > _SMALL_BYTES:
+            self._put_large(part)
+            return
+        plans = part.plans if part.count else ()
+        key = (part.rows is not None and part.count > 0, *(dataclasses.replace(plan, start=0) for plan in plans))
+        pool = self._pools.setdefault(key, Pool(plans=plans))
+        if part.count:
+            values = {name: np.array(array) for name, array in part.fetch(0, part.count).items()}
+            pool.plain.append(PlainRows(count=part.count, values=values, rows=part.rows))
+        columns = [plan.start for plan in plans]
+        self._add_member(key, pool, _member(part, part.count, columns), size + part.deleted.nbytes)
 
     def put_encoded(self, table: str, encoded: EncodedRows, first_row: int, columns: Sequence[int]) -> None:
         """Store rows that are already encoded, none of them recent (CMP-2)."""
-        part = PartSource(
-            table=table,
-            plans=(),
-            count=encoded.count,
-            fetch=lambda low, high: {},
-            first_row=first_row,
-            rows=encoded.rows,
-            recent=False,
+        pool = self._pools.setdefault(encoded.layout, Pool(plans=()))
+        pool.encoded.append(blocks.copied(encoded))
+        nothing = np.zeros(0, np.int64)
+        member = Member(
+            table=table, first_row=first_row, count=encoded.count, columns=columns, recent=False, deleted=nothing
         )
-        self._pool(blocks.copied(encoded), part, columns)
+        self._add_member(encoded.layout, pool, member, encoded.count * encoded.layout.widest)
+
+    def _add_member(self, key: Hashable, pool: Pool, member: Member, size: int) -> None:
+        pool.members.append(member)
+        pool.bytes += size
+        if pool.bytes >= _POOL_BYTES:
+            self._flush(self._pools.pop(key))
 
     def put_tensor(self, name: str, values: npt.NDArray[Any]) -> None:
         """Store a dense tensor; its memory is read until `finish`."""
@@ -255,8 +264,9 @@ class Writer:
         tables : sequence
             Table entries to be handed to the coordinator.
         """
-        for waiting in list(self._pools):
-            self._flush(waiting)
+        for pool in self._pools.values():
+            self._flush(pool)
+        self._pools = {}
         document = PartFile(
             writer=self._number,
             attempt=self._prefix.rpartition("/")[2],
@@ -278,83 +288,57 @@ class Writer:
             statistics=self._statistics,
         )
 
-    def _put_large(self, part: PartSource, encoder: blocks.Encoder, columns: list[int]) -> None:
-        """A part with a block of its own."""
+    def _put_large(self, part: PartSource) -> None:
+        """A part with a block of its own, encoded chunk by chunk."""
+        encoder = blocks.Encoder(plans=part.plans)
         widest = max([plan.widest for plan in part.plans] + [8 * (part.rows is not None)])
         chunk_rows = layout.balanced_chunk_rows(part.count, widest, self._chunk_bytes)
         block: BlockWriter | None = None
         for low in range(0, part.count, chunk_rows):
             encoded = blocks.join(list(_pieces(part, encoder, low, min(low + chunk_rows, part.count))))
-            self._count(part, encoded)
-            if block is None:
-                block = self._open_block(encoded.layout, part.count)
+            self._tell(part.table, part.plans, encoded, 0, encoded.count)
+            block = block or self._open_block(encoded.layout, part.count)
             block.add(encoded)
-        if block is not None:
-            code = _recent_code(part.recent)
-            self._add_part(part.table, part.first_row, 0, part.count, code, 0, part.deleted, columns)
-            self._blocks.append(block.finish(np.asarray(part.recent) if code == 2 else None, part.deleted))
+        assert block is not None
+        self._close_block(block, [_member(part, part.count, [plan.start for plan in part.plans])])
 
     def _open_block(self, block: BlockLayout, rows: int) -> BlockWriter:
         group = layout.block_group(self._number, len(self._blocks))
         return BlockWriter(self._objects, group, block, rows, self._chunk_bytes)
 
-    def _pool(self, encoded: EncodedRows, part: PartSource, columns: Sequence[int]) -> None:
-        waiting = self._pools.setdefault(encoded.layout, Pool())
-        waiting.pieces.append(encoded)
-        waiting.recents.append(part.recent)
-        waiting.deleted.append(part.deleted)
-        waiting.headers.append((part.table, part.first_row, list(columns)))
-        waiting.bytes += encoded.count * encoded.layout.widest + part.deleted.nbytes
-        if waiting.bytes >= self._chunk_bytes:
-            self._flush(encoded.layout)
-
-    def _flush(self, block_layout: BlockLayout) -> None:
+    def _flush(self, pool: Pool) -> None:
         """Write the parts of a pool as one block."""
-        waiting = self._pools.pop(block_layout)
-        whole = blocks.join(waiting.pieces)
-        block = self._open_block(block_layout, whole.count)
+        whole = pool.whole()
+        block = self._open_block(whole.layout, whole.count)
         for low in range(0, whole.count, block.chunk_rows or 1):
             block.add(blocks.cut(whole, low, min(low + block.chunk_rows, whole.count)))
+        offset = 0
+        for member in pool.members:
+            self._tell(member.table, pool.plans, whole, offset, offset + member.count)
+            offset += member.count
+        self._close_block(block, pool.members)
+
+    def _close_block(self, block: BlockWriter, members: Sequence[Member]) -> None:
         offset = deleted_offset = 0
-        for piece, recent, deleted, header in zip(
-            waiting.pieces, waiting.recents, waiting.deleted, waiting.headers, strict=True
-        ):
-            table, first_row, columns = header
-            self._add_part(
-                table, first_row, offset, piece.count, _recent_code(recent), deleted_offset, deleted, columns
-            )
-            offset += piece.count
-            deleted_offset += deleted.size
-        self._blocks.append(block.finish(_recent_bits(waiting), np.concatenate(waiting.deleted)))
+        for member in members:
+            table = self._tables.setdefault(member.table, len(self._tables))
+            where = [table, len(self._blocks), offset, member.count, member.first_row, _recent_code(member.recent)]
+            self._parts.append([*where, deleted_offset, int(member.deleted.size), *member.columns])
+            offset += member.count
+            deleted_offset += int(member.deleted.size)
+        self._blocks.append(block.finish(_recent_bits(members), np.concatenate([m.deleted for m in members])))
 
-    def _add_part(
-        self,
-        table: str,
-        first_row: int,
-        offset: int,
-        count: int,
-        recent: int,
-        deleted_offset: int,
-        deleted: Ids,
-        columns: Sequence[int],
-    ) -> None:
-        index = self._tables.setdefault(table, len(self._tables))
-        block = len(self._blocks)
-        self._parts.append(
-            [index, block, offset, count, first_row, recent, deleted_offset, int(deleted.size), *columns]
-        )
-
-    def _count(self, part: PartSource, encoded: EncodedRows) -> None:
-        for plan, f in zip(part.plans, encoded.fields, strict=True):
+    def _tell(self, table: str, plans: Sequence[FieldPlan], encoded: EncodedRows, low: int, high: int) -> None:
+        """Count exact rows among rows low..high-1, for the encoder's entry in the manifest."""
+        for plan, f in zip(plans, encoded.fields, strict=False):
             if plan.bits is None and plan.store_as is None:
                 continue
-            fresh = {"name": plan.encoder, "bits": plan.bits, "exact_rows": 0, "error_bound": 0.0}
-            if plan.bits is None:
-                fresh = {"name": plan.stored, "bits": None, "exact_rows": 0}
-            told = self._statistics.setdefault(part.table, {}).setdefault(plan.name, fresh)
-            told["exact_rows"] += int(f.exact_index.size)
+            first, last = np.searchsorted(f.exact_index, [low, high])
+            fresh = {"name": plan.encoder if plan.bits else plan.stored, "bits": plan.bits, "exact_rows": 0}
+            told = self._statistics.setdefault(table, {}).setdefault(plan.name, fresh)
+            told["exact_rows"] += int(last - first)
             if plan.bits is not None:
-                told["error_bound"] = max(told["error_bound"], f.error_bound)
+                told["error_bound"] = max(told.get("error_bound", 0.0), f.error_bound)
 
     def _write_dense(self) -> dict[str, ArrayEntry]:
         group = layout.dense_group(self._number)
@@ -374,8 +358,15 @@ class Writer:
         return entry
 
 
-def _tombstones(part: PartSource) -> EncodedRows:
-    return EncodedRows(count=0, fields=[], rows=None)
+def _member(part: PartSource, count: int, columns: Sequence[int]) -> Member:
+    return Member(
+        table=part.table,
+        first_row=part.first_row if count else -1,
+        count=count,
+        columns=columns,
+        recent=part.recent,
+        deleted=part.deleted,
+    )
 
 
 def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> Iterator[EncodedRows]:
@@ -394,15 +385,14 @@ def _recent_code(recent: bool | Mask) -> int:
     return 1 if bool(recent.all()) else 2 if bool(recent.any()) else 0
 
 
-def _recent_bits(pool: Pool) -> Mask | None:
+def _recent_bits(members: Sequence[Member]) -> Mask | None:
     """The `recent` bits of a block, None if no part says 2 (PRT-2, BLK-4)."""
-    if all(_recent_code(recent) != 2 for recent in pool.recents):
+    if all(_recent_code(member.recent) != 2 for member in members):
         return None
     bits = [
-        recent if _recent_code(recent) == 2 else np.zeros(piece.count, np.bool_)
-        for piece, recent in zip(pool.pieces, pool.recents, strict=True)
+        np.asarray(m.recent) if _recent_code(m.recent) == 2 else np.zeros(m.count, np.bool_) for m in members
     ]
-    return np.concatenate([np.asarray(b) for b in bits])
+    return np.concatenate(bits)
 
 
 def _recut(arrays: Sequence[npt.NDArray[Any]], size: int) -> Iterator[npt.NDArray[Any]]:

@@ -58,8 +58,7 @@ def read_corpus(topics: Mapping[str, str] | None = None) -> Corpus:
     ImportError
         If this Python was installed without `pydoc_data`.
     """
-    if topics is None:
-        from pydoc_data.topics import topics
+    topics = _topics() if topics is None else topics
     texts = [found for name in sorted(topics) if (found := _WORD.findall(topics[name].lower()))]
     pairs = [pair for text in texts for pair in [text[0], *map(" ".join, pairwise(text))]]
     words = [word for text in texts for word in text]
@@ -73,6 +72,12 @@ def read_corpus(topics: Mapping[str, str] | None = None) -> Corpus:
         pair_at=pair_at + len(word_names),
         topic_at=np.repeat(np.arange(len(texts)), [len(text) for text in texts]),
     )
+
+
+def _topics() -> Mapping[str, str]:
+    from pydoc_data.topics import topics
+
+    return topics
 
 
 def _number(tokens: list[str]) -> tuple[list[str], Ids, Ids]:

@@ -11,11 +11,11 @@ from checkrun_format.cli._demo.corpus import Corpus, Ids
 from checkrun_format.cli._demo.skipgram import Embedding, Floats, gradients, windows
 
 DIM = 64
-_BATCH = 64  # positions read by one step
+_BATCH = 48  # positions read by one step
 _REACH = 5  # words on either side, at most
 _NEGATIVES = 32  # drawn once a step and shared by its pairs
 _PER_PAIR = 5.0  # weight of the negatives of one pair
-_RATE = 0.1
+_RATE = 0.15
 _PROJECTION_RATE = 0.01
 _FREQUENT = 1e-3  # words above this share of the text are thinned out
 _EVALUATED = 4096  # positions that `loss` looks at
@@ -81,7 +81,7 @@ class Trainer:
     def loss(self) -> float:
         """Mean loss per pair over positions spread over the whole text; the same ones whenever it is asked."""
         random = np.random.Generator(np.random.PCG64(7))
-        centers = np.sort(random.choice(len(self.corpus.word_at), min(_EVALUATED, len(self.corpus.word_at)), False))
+        centers = np.sort(random.permutation(len(self.corpus.word_at))[:_EVALUATED])
         contexts, used = self._contexts(centers, random)
         negatives = self.outputs.weight[self._negatives(random, 16 * _NEGATIVES)]
         hidden = self._mean(centers) @ self.projection

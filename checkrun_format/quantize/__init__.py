@@ -1,0 +1,8 @@
+"""Rows of values to codes, qparams and exact rows, and back. Arrays in, arrays out."""
+
+from checkrun_format.quantize.decode import decode, decode_affine
+from checkrun_format.quantize.encode import ENCODERS, Encoder, encode
+from checkrun_format.quantize.narrow import narrow
+from checkrun_format.quantize.record import Quantized
+
+__all__ = ["ENCODERS", "Encoder", "Quantized", "decode", "decode_affine", "encode", "narrow"]

@@ -1,0 +1,170 @@
+"""From codes to values, and what an encoder must know about it (FORMAT.md section 7.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import dtypes
+from checkrun_format.errors import InvalidInputError
+from checkrun_format.packing import U8, checked_out, packed_width, row_pieces, unpack
+from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+Rows = slice | npt.NDArray[np.integer[Any]]
+
+
+def decode(quantized: Quantized, out: Array | None = None, rows: Rows | None = None) -> Array:
+    """The values of the rows, exact rows included.
+
+    Parameters
+    ----------
+    quantized : Quantized
+        The rows as stored.
+    out : array (n, columns) of `quantized.dtype`, optional
+        Receives the values; any strides.
+    rows : slice or integer array (k,), optional
+        Which rows, in which order; default all. An array may repeat rows, but not count them from the end.
+
+    Returns
+    -------
+    array (n or k, columns) of `quantized.dtype`
+        `out` if given.
+
+    Raises
+    ------
+    InvalidInputError
+        If `out` has another shape or dtype, or `rows` names a row that is not there.
+
+    Examples
+    --------
+    >>> from checkrun_format.quantize import encode
+    >>> q = encode(np.array([[0, 1, 3], [0, 1, np.inf]], np.float32), bits=2)
+    >>> decode(q, rows=np.array([1, 0])).tolist()
+    [[0.0, 1.0, inf], [0.0, 1.0, 3.0]]
+    """
+    picked = _picked(rows, quantized.rows)
+    values = checked_out(out, (len(picked), quantized.columns), dtypes.logical(quantized.dtype))
+    if isinstance(picked, range) and picked.step == 1:
+        _decode_run(quantized, picked, values)
+    else:
+        for piece in row_pieces(len(picked), quantized.columns):
+            _decode_listed(quantized, _numbers(picked[piece]), values[piece])
+    return values
+
+
+def decode_affine(codes: U8, qparams: Array, bits: int, columns: int, out: Array) -> None:
+    """Write `code * scale + bias` into `out` (DEC-1), cast to its dtype (DEC-2).
+
+    Product and sum are each rounded to float32. Exact rows become NaN: their qparams are (EXA-1).
+
+    Parameters
+    ----------
+    codes : uint8 array (n, packed_width(columns, bits))
+        Packed codes (PCK-1).
+    qparams : float16 or float32 array (n, 2)
+        Scale and bias.
+    bits, columns : int
+        Width of a code; codes in a row.
+    out : array (n, columns) of float16, bfloat16, float32 or float64
+        Receives the values; any strides.
+
+    Raises
+    ------
+    InvalidInputError
+        If shapes or dtypes contradict one another.
+
+    Examples
+    --------
+    >>> out = np.empty((1, 3), np.float32)
+    >>> decode_affine(np.array([[0x34]], np.uint8), np.array([[0.5, -1]], np.float16), 2, 3, out)
+    >>> out
+    array([[-1. , -0.5,  0.5]], dtype=float32)
+    """
+    _check_affine(codes, qparams, bits, columns, out)
+    with np.errstate(all="ignore"):
+        for piece in row_pieces(len(codes), columns):
+            out[piece] = _affine(unpack(codes[piece], bits, columns), qparams[piece])
+
+
+def nearest_codes(values: F32, qparams: Array, bits: int, skipped: npt.NDArray[np.bool_]) -> U8:
+    """The code whose value is nearest to each of `values` (n, columns): uint8 (n, columns).
+
+    Rows with scale 0, and the `skipped` (n,), get codes 0; the others must be finite, with finite qparams.
+    """
+    scale, bias = _widened(qparams)
+    steps = values - bias[:, None]
+    steps /= np.where(scale == 0, np.float32(np.inf), scale)[:, None]
+    np.rint(steps, out=steps)
+    np.clip(steps, 0, (1 << bits) - 1, out=steps)
+    steps[skipped] = 0
+    return steps.astype(np.uint8)
+
+
+def reach(low: F32, high: F32, qparams: Array, bits: int) -> F64:
+    """How far a value between `low` and `high` (n,) may be from the nearest that its row's qparams can express.
+
+    The larger of half a scale and of what lies outside the first or beyond the last code, in exact arithmetic.
+    """
+    scale, bias = qparams.astype(np.float64).T
+    top = bias + scale * ((1 << bits) - 1)
+    farthest: F64 = np.maximum(0.5 * scale, np.maximum(bias - low, high - top))
+    return farthest
+
+
+def _affine(codes: U8, qparams: Array) -> F32:
+    scale, bias = _widened(qparams)
+    values = codes.astype(np.float32)
+    values *= scale[:, None]
+    values += bias[:, None]
+    return values
+
+
+def _widened(qparams: Array) -> tuple[F32, F32]:
+    return qparams[:, 0].astype(np.float32), qparams[:, 1].astype(np.float32)
+
+
+def _check_affine(codes: U8, qparams: Array, bits: int, columns: int, out: Array) -> None:
+    rows = len(codes)
+    if codes.shape != (rows, packed_width(columns, bits)) or codes.dtype != np.uint8:
+        raise InvalidInputError(f"codes of {columns} columns at {bits} bits cannot be {codes.dtype} {codes.shape}")
+    if qparams.shape != (rows, 2) or qparams.dtype.name not in QPARAMS_DTYPES:
+        raise InvalidInputError(f"qparams of {rows} rows cannot be {qparams.dtype} {qparams.shape}")
+    if out.shape != (rows, columns) or dtypes.name_of(out.dtype) not in dtypes.FLOATING or not out.flags.writeable:
+        raise InvalidInputError(f"out for {rows} rows of {columns} columns cannot be {out.dtype} {out.shape}")
+
+
+def _picked(rows: object, count: int) -> range | npt.NDArray[np.int64]:
+    if rows is None:
+        return range(count)
+    if isinstance(rows, slice):
+        return range(*rows.indices(count))
+    if not isinstance(rows, np.ndarray) or rows.ndim != 1 or rows.dtype.kind not in "iu":
+        raise InvalidInputError("rows must be a slice or an integer array of one dimension")
+    beyond = rows[(rows < 0) | (rows >= count)]
+    if beyond.size:
+        raise InvalidInputError(f"rows must be from 0 to {count - 1}, found {beyond[0]}")
+    return rows.astype(np.int64, copy=False)
+
+
+def _numbers(picked: range | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.arange(picked.start, picked.stop, picked.step) if isinstance(picked, range) else picked
+
+
+def _decode_run(quantized: Quantized, run: range, out: Array) -> None:
+    q, stored = quantized, slice(run.start, run.start + len(run))
+    decode_affine(q.codes[stored], q.qparams[stored], q.bits, q.columns, out)
+    first, last = np.searchsorted(q.exact_index, (stored.start, stored.stop))
+    out[q.exact_index[first:last] - stored.start] = q.exact_values[first:last]
+
+
+def _decode_listed(quantized: Quantized, rows: npt.NDArray[np.int64], out: Array) -> None:
+    q = quantized
+    decode_affine(q.codes[rows], q.qparams[rows], q.bits, q.columns, out)
+    if len(q.exact_index):
+        at = np.minimum(np.searchsorted(q.exact_index, rows), len(q.exact_index) - 1)
+        exact = q.exact_index[at] == rows
+        out[exact] = q.exact_values[at[exact]]

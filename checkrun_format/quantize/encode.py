@@ -1,0 +1,212 @@
+"""Values to codes, qparams and exact rows, by a named encoder (FORMAT.md section 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from checkrun_format import dtypes
+from checkrun_format.errors import InvalidInputError
+from checkrun_format.packing import U8, checked_bits, checked_columns, pack, packed_width, row_pieces
+from checkrun_format.quantize.decode import F32, F64, reach
+from checkrun_format.quantize.minmax import minmax
+from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Encoder(Protocol):
+    """An encoder: a function like `minmax`, which see for parameters and results.
+
+    It returns the nearest code to each value, the qparams, and which rows break the encoder's own bound. `encode` adds
+    the rows that no qparams can represent, so an encoder need not look for them and may return anything there.
+    """
+
+    def __call__(
+        self, values: F32, low: F32, high: F32, bits: int, qparams_dtype: str
+    ) -> tuple[U8, Array, npt.NDArray[np.bool_]]:
+        """Codes uint8 (n, columns), not packed; qparams (n, 2); exact bool (n,)."""
+        ...
+
+
+ENCODERS: dict[str, Encoder] = {"minmax": minmax}
+"""The encoders by name."""
+
+_ROUNDING = 2.0**-20
+_HALF_UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+_WIDEST_TRANSPOSED = 192
+
+
+def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str | None = None) -> Quantized:
+    """Quantize rows; those that codes cannot represent faithfully are kept exact (EXA-2).
+
+    Exact are rows with NaN or infinities, all of -0.0, whose decoded values might overflow (DEC-2), or that break the
+    encoder's bound. For every other row `minmax` keeps (DEC-5)::
+
+        |decoded - original| <= 0.505 * (max - min) / (2^bits - 1) + 2^-20 * max(|min|, |max|)
+
+    The second term, 8 float32 units in the last place, covers the rounding to float32 of a float64 value, of the search
+    for the nearest code, and of the decoded product and sum. A float64 value near 0 may be 2^-149 further off, for
+    float32 ends there. For float16 and bfloat16, the cast of the decoded value adds half a unit in its last place at
+    most, and at most doubles the error.
+
+    Memory beyond the result does not grow with the number of rows.
+
+    Parameters
+    ----------
+    values : array (n, columns) of float16, bfloat16, float32 or float64
+        Any strides and byte order; columns at least 1.
+    bits : int
+        1 to 8.
+    encoder : str
+        A name in `ENCODERS`.
+    qparams_dtype : str, optional
+        "float16" or "float32". By default float16, unless more than one row in a hundred would have to be exact and
+        float32 makes them fewer.
+
+    Returns
+    -------
+    Quantized
+        Its `error_bound` follows from the qparams and extremes of its rows and from each rounding named above.
+
+    Raises
+    ------
+    InvalidInputError
+        For values, bits, an encoder or a dtype that are none of these.
+
+    Notes
+    -----
+    Encoding decoded rows again need not give the same codes, so copies are made of codes (CMP-2). It does for float32
+    and float64 rows that use the first code and the last, with float16 qparams and abs(bias) <= 2048 * scale.
+
+    Examples
+    --------
+    >>> q = encode(np.linspace(-1, 1, 5, dtype=np.float32)[None], bits=8)
+    >>> q.codes.tolist(), q.qparams.dtype.name, q.error_bound < 0.505 * 2 / 255 + 2**-20
+    ([[0, 64, 128, 191, 255]], 'float16', True)
+    """
+    job = _checked_job(values, bits, encoder)
+    if qparams_dtype not in (None, *QPARAMS_DTYPES):
+        raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
+    rows, columns = job.values.shape
+    codes = np.empty((rows, packed_width(columns, job.bits)), np.uint8)
+    with np.errstate(all="ignore"):
+        qparams, exact_rows, bound = _fill(codes, job, qparams_dtype or "float16", may_widen=qparams_dtype is None)
+        exact_index = nan_rows(qparams[:, 0], exact_rows)
+    return Quantized(
+        codes=codes,
+        qparams=qparams,
+        exact_index=exact_index,
+        exact_values=_taken(job.values, exact_index, job.dtype),
+        bits=job.bits,
+        columns=columns,
+        dtype=job.dtype,
+        encoder=encoder,
+        error_bound=bound,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    values: Array
+    bits: int
+    dtype: str
+    encoder: Encoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    values: F32
+    low: F32
+    high: F32
+
+    def only(self, mask: Mask) -> _Rows:
+        return _Rows(values=self.values[mask], low=self.low[mask], high=self.high[mask])
+
+
+def _checked_job(values: object, bits: int, encoder: str) -> _Job:
+    if encoder not in ENCODERS:
+        raise InvalidInputError(f"unknown encoder {encoder!r}; known are {', '.join(sorted(ENCODERS))}")
+    if not isinstance(values, np.ndarray) or values.ndim != 2:
+        raise InvalidInputError("values must be a numpy array of two dimensions")
+    checked_columns(values.shape[1])
+    dtype = dtypes.name_of(values.dtype)
+    if dtype not in dtypes.FLOATING:
+        raise InvalidInputError(f"values must be one of {', '.join(sorted(dtypes.FLOATING))}, not {dtype}")
+    return _Job(values=np.asarray(values), bits=checked_bits(bits), dtype=dtype, encoder=ENCODERS[encoder])
+
+
+def _fill(codes: U8, job: _Job, qparams_dtype: str, *, may_widen: bool) -> tuple[Array, int, float]:
+    """Fill `codes`; the qparams, how many rows are exact, and the error bound."""
+    total, columns = job.values.shape
+    qparams = np.empty((total, 2), qparams_dtype)
+    exact_rows = saved_rows = 0
+    bound = 0.0
+    for piece in row_pieces(total, columns):
+        rows = _rows_of(job.values[piece])
+        raw, pairs, exact = _encoded(rows, job, qparams_dtype)
+        exact_rows += int(np.count_nonzero(exact))
+        bound = max(bound, float(np.max(_error_bounds(rows, pairs, job), where=~exact, initial=0)))
+        if may_widen and exact.any():
+            saved_rows += int(np.count_nonzero(~_encoded(rows.only(exact), job, "float32")[2]))
+            if saved_rows and exact_rows > total // 100:
+                del qparams
+                return _fill(codes, job, "float32", may_widen=False)
+        raw[exact], pairs[exact] = 0, np.nan
+        pack(raw, job.bits, out=codes[piece])
+        qparams[piece] = pairs
+    return qparams, exact_rows, bound
+
+
+def _rows_of(piece: Array) -> _Rows:
+    values = np.ascontiguousarray(piece, dtype=np.float32)
+    if values.shape[1] > _WIDEST_TRANSPOSED:
+        return _Rows(values=values, low=values.min(axis=1), high=values.max(axis=1))
+    across = np.ascontiguousarray(values.T)  # reducing short rows one by one is up to ten times slower
+    return _Rows(values=values, low=across.min(axis=0), high=across.max(axis=0))
+
+
+def _encoded(rows: _Rows, job: _Job, qparams_dtype: str) -> tuple[U8, Array, Mask]:
+    codes, qparams, exact = job.encoder(rows.values, rows.low, rows.high, job.bits, qparams_dtype)
+    return codes, qparams, exact | _inexpressible(rows, qparams, job)
+
+
+def _inexpressible(rows: _Rows, qparams: Array, job: _Job) -> Mask:
+    """Rows that must be exact whatever the encoder: not finite, all of -0.0 (EXA-2), overflow (DEC-2), DEC-3."""
+    scale, bias = qparams.astype(np.float32).T
+    top = scale * np.float32((1 << job.bits) - 1) + bias
+    ends = np.stack([bias, top]).astype(dtypes.logical(job.dtype))
+    expressible = np.isfinite(rows.high - rows.low) & np.isfinite(ends).all(axis=0) & ~np.signbit(scale)
+    zero = (rows.low == 0) & (rows.high == 0)
+    zero[zero] = np.signbit(rows.values[zero]).all(axis=1)
+    unfit: Mask = ~expressible | zero
+    return unfit
+
+
+def _error_bounds(rows: _Rows, qparams: Array, job: _Job) -> F64:
+    """An upper bound of |decoded - original| for each row that is not exact.
+
+    With M the largest of its |values| and |bias|, and u = 2^-24, rounding moves a float64 value by u M, the search for
+    its code by 4 u M, the product by 2 u M and the sum by u M: 2^-20 M covers them. Without a scale only the first
+    occurs. The cast of the decoded value to 16 bits moves it no further than back to the original.
+    """
+    scale, bias = qparams.astype(np.float64).T
+    largest = np.maximum(rows.high, -rows.low)
+    bounds = reach(rows.low, rows.high, qparams, job.bits) * (1 + _ROUNDING)
+    rounded = (scale > 0) | (job.dtype == "float64")
+    bounds += np.where(rounded, _ROUNDING * np.maximum(largest, np.abs(bias)), 0)
+    bounds += 2.0**-149 if job.dtype == "float64" else 0
+    if job.dtype in _HALF_UNITS:
+        relative, absolute = _HALF_UNITS[job.dtype]
+        bounds += np.minimum(bounds, relative * (largest + bounds) + absolute)
+    return bounds
+
+
+def _taken(values: Array, index: npt.NDArray[np.int64], dtype: str) -> Array:
+    taken = np.empty((len(index), values.shape[1]), dtypes.logical(dtype))
+    for piece in row_pieces(*taken.shape):
+        taken[piece] = values[index[piece]]
+    return taken

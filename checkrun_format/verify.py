@@ -1,0 +1,212 @@
+"""Everything that is wrong with a run: all requirements of FORMAT.md that can be checked on stored bytes.
+
+Nothing here raises for damage: each problem is a record with the object's key, a kind and a message. Kinds are those of
+the error tree, and `litter` for objects that no checkpoint needs (harmless; every reader ignores them).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from checkrun_format import layout, packing
+from checkrun_format.chain import History
+from checkrun_format.chunks import ChunkReader, object_names
+from checkrun_format.errors import CheckrunError, DamagedError
+from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, TableEntry
+from checkrun_format.reader import Block, Part, StoredCheckpoint
+from checkrun_format.resolver import live_keys, pieces
+from checkrun_format.rows import WantedIds, WantedRange
+from checkrun_format.writer import objects_of
+
+
+def verify_run(history: History) -> list[Problem]:
+    """Every problem of a run."""
+    problems = _caught(history.check_run, layout.RUN_KEY)
+    for number in history.numbers():
+        problems += verify_checkpoint(history, number)
+    return problems
+
+
+def verify_checkpoint(history: History, sequence: int) -> list[Problem]:
+    """Every problem of one number: of what occupies it, and of what lies beside that."""
+    key = layout.commit_key(sequence)
+    try:
+        occupant = history.occupant(sequence)
+    except CheckrunError as error:
+        return [_problem(error, key)]
+    listing = history.store.list(layout.folder(sequence))
+    if isinstance(occupant, Commit):
+        stored = history.get(sequence)
+        return _caught(lambda: history.parent(stored), key) + list(_checkpoint(history, stored, listing))
+    problems = [Problem(place=name, kind="litter", message="no checkpoint needs it") for name in listing if name != key]
+    if isinstance(occupant, Burnt):
+        problems.append(Problem(place=key, kind="burnt", message="it is no commit: the number is burnt"))
+    if occupant is None and not listing:
+        return []
+    return problems
+
+
+def _checkpoint(history: History, stored: StoredCheckpoint, listing: dict[str, int]) -> Iterator[Problem]:
+    documents = _caught(lambda: stored.manifest, stored.place("manifest.json"))
+    documents += [] if documents else _caught(lambda: stored.stored_parts(), stored.place("parts"))
+    yield from documents
+    if documents:
+        return
+    files = [stored.part_file(writer) for writer in range(len(stored.manifest.writers))]
+    yield from _objects(stored, files, listing)
+    for document in files:
+        yield from _part_file(stored, document)
+    for entry in stored.manifest.tables:
+        yield from _caught(lambda entry=entry: _table(history, stored, entry), stored.place("manifest.json"))
+    for tensor in stored.manifest.tensors:
+        yield from _caught(lambda tensor=tensor: stored.tensor(tensor.name), stored.place("manifest.json"))
+    for blob in stored.manifest.blobs:
+        yield from _caught(lambda blob=blob: stored.blob(blob), stored.place("manifest.json"))
+    yield from _caught(stored.extra, stored.place("manifest.json"))
+
+
+def _objects(stored: StoredCheckpoint, files: list[PartFile], listing: dict[str, int]) -> Iterator[Problem]:
+    """What must be there and what must not; ZAR-4, and the sum of all sizes (5.2)."""
+    expected = {stored.place(name) for document in files for name in objects_of(document)}
+    expected |= {stored.place(layout.part_file(writer)) for writer in range(len(files))}
+    expected |= {stored.place("zarr.json")}
+    for key in sorted(expected - listing.keys()):
+        yield Problem(place=key, kind="damaged", message="the object is missing")
+    kept = {layout.commit_key(stored.commit.sequence), stored.place("manifest.json")}
+    for key in sorted(listing.keys() - expected - kept):
+        yield Problem(place=key, kind="litter", message="no checkpoint needs it")
+    size = sum(listing.get(key, 0) for key in expected)
+    if size != stored.commit.stored_bytes:
+        message = f"the objects take {size} bytes, stored_bytes says {stored.commit.stored_bytes}"
+        yield Problem(place=layout.commit_key(stored.commit.sequence), kind="damaged", message=message)
+    groups = [layout.block_group(d.writer, b) for d in files for b in range(len(d.blocks))]
+    groups += [layout.dense_group(d.writer) for d in files if d.dense]
+    for group in ["", *(f"{name}/" for name in groups)]:
+        yield from _caught(lambda key=stored.place(f"{group}zarr.json"): _group(stored, key), "")
+
+
+def _part_file(stored: StoredCheckpoint, document: PartFile) -> Iterator[Problem]:
+    arrays = [
+        (f"{layout.block_group(document.writer, index)}/{name}", entry)
+        for index, block in enumerate(document.blocks)
+        for name, entry in block.arrays.items()
+    ]
+    arrays += [(f"{layout.dense_group(document.writer)}/{name}", entry) for name, entry in document.dense.items()]
+    reader = ChunkReader(stored.store)
+    for name, entry in arrays:
+        place = stored.place(name)
+        yield from _caught(lambda place=place, entry=entry: _metadata(stored, place, entry), place)
+        for index in range(len(object_names(name, entry)) - 1):
+            yield from _caught(
+                lambda place=place, entry=entry, index=index: reader.chunk(place, entry, index, shared=False), place
+            )
+
+
+def _group(stored: StoredCheckpoint, key: str) -> None:
+    document = _json(stored, key)
+    if (document.get("zarr_format"), document.get("node_type")) != (3, "group"):
+        raise DamagedError(key, "not a Zarr v3 group (ZAR-1)")
+
+
+def _metadata(stored: StoredCheckpoint, array: str, entry: ArrayEntry) -> None:
+    """An array's own metadata must say what the part file says (ZAR-2, ZAR-3, ZAR-5)."""
+    key = f"{array}/zarr.json"
+    found = _json(stored, key)
+    wanted = json.loads(
+        layout.array_document(array, entry.dtype, tuple(entry.shape), entry.chunk_rows, entry.compression)
+    )
+    for name in ("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value"):
+        if found.get(name) != wanted[name]:
+            raise DamagedError(key, f"{name} is {found.get(name)}, the part file means {wanted[name]} (ZAR-5)")
+    codecs = [codec.get("name") if isinstance(codec, dict) else codec for codec in found.get("codecs") or ()]
+    if codecs != [codec["name"] for codec in wanted["codecs"]]:
+        raise DamagedError(key, f"codecs {codecs}, the part file means {[c['name'] for c in wanted['codecs']]} (ZAR-5)")
+    if found.get("storage_transformers"):
+        raise DamagedError(key, "it has storage transformers (ZAR-2)")
+
+
+def _json(stored: StoredCheckpoint, key: str) -> dict[str, Any]:
+    data = stored.store.get(key)
+    if data is None:
+        raise DamagedError(key, "the object is missing")
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(key, f"not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise DamagedError(key, "not a JSON object")
+    return document
+
+
+def _table(history: History, stored: StoredCheckpoint, entry: TableEntry) -> None:
+    """A table's parts, and that its layers supply every row (sections 6 to 8)."""
+    stored.entry(entry.name)
+    for part in stored.parts(entry.name):
+        if part.count:
+            _part(stored.block(part), part, entry)
+    layers = history.layers(stored, entry.name)
+    wanted = WantedRange(0, entry.rows) if entry.rows is not None else WantedIds(live_keys(layers))
+    for _ in pieces(layers, wanted):
+        pass
+
+
+def _part(block: Block, part: Part, entry: TableEntry) -> None:
+    fields = {f.name: f for f in entry.fields}
+    _recent_bits(block)
+    for f in block.entry.fields:
+        block.exact(f, fields[f.name])
+        for chunk, low, high in block.rows_of(part):
+            if part.first_row < 0:
+                _first_rows(block, chunk)
+            if f.encoding == "affine":
+                _affine(block, f, fields[f.name], chunk, low, high)
+            else:
+                block.values(f, chunk)
+
+
+def _first_rows(block: Block, chunk: int) -> None:
+    start = chunk * block.chunk_rows
+    if block.rows_first[chunk] != block.listed(start, start + 1)[0]:
+        raise DamagedError(block.place("rows_first"), f"entry {chunk} is not the first of its row chunk (BLK-3)")
+
+
+def _recent_bits(block: Block) -> None:
+    if "recent" not in block.entry.arrays:
+        return
+    whole = Part(0, 0, 0, -(-block.entry.rows // 8) * 8, -1, 2, 0, 0, ())
+    if block.recent(whole)[block.entry.rows :].any():
+        raise DamagedError(block.place("recent"), "bits beyond the last row are set (BLK-4)")
+
+
+def _affine(block: Block, f: BlockField, field: Any, chunk: int, low: int, high: int) -> None:
+    """Padding, qparams and exact rows of one chunk of a part (PCK-1, DEC-3, EXA-1)."""
+    start = chunk * block.chunk_rows
+    codes, qparams = (array[low - start : high - start] for array in block.affine(f, chunk))
+    if not packing.padding_is_zero(codes, f.bits or 0, f.columns or 0):
+        raise DamagedError(block.place(f"{f.name}.codes"), "padding bits are set (PCK-1)")
+    index, _ = block.exact(f, field)
+    exact = np.zeros(high - low, np.bool_)
+    exact[index[(index >= low) & (index < high)] - low] = True
+    if not np.isnan(qparams[exact]).all() or codes[exact].any():
+        raise DamagedError(block.place(f"{f.name}.qparams"), "exact rows have codes or qparams (EXA-1)")
+    scales = qparams[~exact, 0]
+    if not np.isfinite(qparams[~exact]).all() or np.signbit(scales).any():
+        raise DamagedError(block.place(f"{f.name}.qparams"), "qparams are not finite, or a scale is negative (DEC-3)")
+
+
+def _caught(check: Callable[[], object], place: str) -> list[Problem]:
+    try:
+        check()
+    except CheckrunError as error:
+        return [_problem(error, place)]
+    return []
+
+
+def _problem(error: CheckrunError, place: str) -> Problem:
+    if isinstance(error, DamagedError):
+        return Problem(place=error.place, kind=error.kind, message=error.problem)
+    return Problem(place=place, kind=error.kind, message=str(error))
