@@ -1,11 +1,11 @@
 """checkrun-format: checkpoints of recommendation models, incremental and quantized, on Zarr v3.
 
-    import checkrun_format as crf
+import checkrun_format as crf
 
-    run = crf.open_run("runs/dlrm", mode="a", bits=4)
-    run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": sums})}), step=0)
-    run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": sums}, changed=ids)}), step=1000)
-    state = run.latest().load()
+run = crf.open_run("runs/dlrm", mode="a", bits=4)
+run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": sums})}), step=0)
+run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": sums}, changed=ids)}), step=1000)
+state = run.latest().load()
 """
 
 from checkrun_format import quantize

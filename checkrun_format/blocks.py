@@ -165,9 +165,7 @@ def _narrowed(plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
 
 
 def _raw_layout(plan: FieldPlan) -> FieldLayout:
-    return FieldLayout(
-        name=plan.name, dtype=plan.dtype, encoding="raw", columns=plan.columns, stored=plan.stored
-    )
+    return FieldLayout(name=plan.name, dtype=plan.dtype, encoding="raw", columns=plan.columns, stored=plan.stored)
 
 
 def join(pieces: Sequence[EncodedRows]) -> EncodedRows:
@@ -175,9 +173,7 @@ def join(pieces: Sequence[EncodedRows]) -> EncodedRows:
     if len(pieces) == 1:
         return pieces[0]
     starts = np.cumsum([0, *(piece.count for piece in pieces)])
-    fields = [
-        _join_field([piece.fields[i] for piece in pieces], starts) for i in range(len(pieces[0].fields))
-    ]
+    fields = [_join_field([piece.fields[i] for piece in pieces], starts) for i in range(len(pieces[0].fields))]
     rows = None if pieces[0].rows is None else np.concatenate([p.rows for p in pieces if p.rows is not None])
     return EncodedRows(count=int(starts[-1]), fields=fields, rows=rows)
 
@@ -265,5 +261,6 @@ class Pool:
         if not self.plain:
             return EncodedRows(count=0, fields=[], rows=None)
         values = {name: np.concatenate([p.values[name] for p in self.plain]) for name in self.plain[0].values}
-        rows = None if self.plain[0].rows is None else np.concatenate([p.rows for p in self.plain if p.rows is not None])
+        listed = [p.rows for p in self.plain if p.rows is not None]
+        rows = np.concatenate(listed) if listed else None
         return Encoder(plans=self.plans).encode(values, rows)

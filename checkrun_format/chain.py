@@ -74,7 +74,7 @@ class History:
 
     def latest(self, *, skip_damaged: bool = False) -> int | None:
         """The highest committed number (HEA-5, COM-5)."""
-        passed = []
+        passed: list[int] = []
         for number in reversed(self.numbers()):
             try:
                 occupant = self.occupant(number)

@@ -62,7 +62,7 @@ class TableView:
             raise InvalidInputError(f"table {self.name!r} is dense: its rows are 0 to {len(self) - 1}")
         if self._keys is None:
             self._keys = live_keys(self._history.layers(self._stored, self.name))
-        return self._keys.view(self._entry.key_dtype)
+        return self._keys.view(np.dtype(self._entry.key_dtype))
 
     def __len__(self) -> int:
         return len(self.keys()) if self._entry.rows is None else self._entry.rows
@@ -341,7 +341,7 @@ class Checkpoint:
         since = other.sequence if isinstance(other, Checkpoint) else other
         if isinstance(since, bool) or not isinstance(since, int) or not 0 < since <= self.sequence:
             raise InvalidInputError(f"changes since {since!r}: give the number of a checkpoint up to {self.sequence}")
-        if max_bytes < 1:
+        if isinstance(max_bytes, bool) or max_bytes < 1:
             raise InvalidInputError(f"max_bytes {max_bytes!r}; at least 1")
         return changes(self._history, self._stored, since, max_bytes)
 

@@ -38,10 +38,11 @@ def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> list[Buffer]:
         with zeros (ZAR-4).
     """
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
-    payload: Buffer = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
+    plain = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
     padding = bytes((entry.chunk_rows - len(values)) * row_bytes(entry))
+    payload: Buffer = plain
     if entry.compression is not None:
-        payload, padding = compress(b"".join([payload.tobytes(), padding]), entry.compression, values.itemsize), b""
+        payload, padding = compress(plain.tobytes() + padding, entry.compression, values.itemsize), b""
     checksum = google_crc32c.extend(google_crc32c.value(payload), padding)
     return [payload, padding, checksum.to_bytes(_CHECKSUM, "little")]
 

@@ -1,21 +1,21 @@
 """The one error tree. Every error has a stable `kind` (FORMAT.md section 10).
 
-    CheckrunError
-    ├── InvalidInputError        invalid_input        (also a ValueError)
-    ├── NotFoundError                                 (also a LookupError)
-    │   ├── RunNotFoundError     run_not_found
-    │   ├── NotARunError         not_a_run
-    │   ├── CheckpointNotFoundError  checkpoint_not_found
-    │   ├── TableNotFoundError   table_not_found
-    │   └── RowNotFoundError     row_not_found
-    ├── PrunedError              pruned
-    ├── BurntError               burnt
-    ├── DamagedError             damaged
-    ├── UnsupportedVersionError  unsupported_version
-    ├── UnsupportedFeatureError  unsupported_feature
-    ├── ConcurrentCommitError    concurrent_commit
-    ├── HistoryPrunedError       history_pruned
-    └── StorageError             storage              (also an OSError)
+CheckrunError
+├── InvalidInputError        invalid_input        (also a ValueError)
+├── NotFoundError                                 (also a LookupError)
+│   ├── RunNotFoundError     run_not_found
+│   ├── NotARunError         not_a_run
+│   ├── CheckpointNotFoundError  checkpoint_not_found
+│   ├── TableNotFoundError   table_not_found
+│   └── RowNotFoundError     row_not_found
+├── PrunedError              pruned
+├── BurntError               burnt
+├── DamagedError             damaged
+├── UnsupportedVersionError  unsupported_version
+├── UnsupportedFeatureError  unsupported_feature
+├── ConcurrentCommitError    concurrent_commit
+├── HistoryPrunedError       history_pruned
+└── StorageError             storage              (also an OSError)
 """
 
 from __future__ import annotations

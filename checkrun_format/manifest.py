@@ -34,7 +34,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all records: frozen, slotted, keyword-only. Unknown keys are ignored (DOC-1)."""
 
 
-class Problem(Record):
+class Problem(Record, frozen=True, kw_only=True):
     """One thing that is wrong, and where."""
 
     place: str
@@ -42,7 +42,7 @@ class Problem(Record):
     message: str
 
 
-class RunDocument(Record):
+class RunDocument(Record, frozen=True, kw_only=True):
     """`run/zarr.json` (5.1)."""
 
     kind: Literal["run"]
@@ -50,21 +50,21 @@ class RunDocument(Record):
     requires: list[str]
 
 
-class PolicyNote(Record):
+class PolicyNote(Record, frozen=True, kw_only=True):
     """Who decided base or increment, and why."""
 
     name: str
     reason: str
 
 
-class Digest(Record):
+class Digest(Record, frozen=True, kw_only=True):
     """Size and SHA-256 of an object, over its raw bytes."""
 
     bytes: Count
     sha256: Sha256
 
 
-class Commit(Record):
+class Commit(Record, frozen=True, kw_only=True):
     """`run/<sequence>/zarr.json`: the commit of a checkpoint (5.2)."""
 
     kind: Literal["checkpoint"]
@@ -83,7 +83,7 @@ class Commit(Record):
     manifest: Digest
 
 
-class Pruned(Record):
+class Pruned(Record, frozen=True, kw_only=True):
     """The marker that stays where a checkpoint was pruned (5.3)."""
 
     kind: Literal["pruned"]
@@ -91,13 +91,13 @@ class Pruned(Record):
     sequence: Sequence53
 
 
-class Burnt(Record):
+class Burnt(Record, frozen=True, kw_only=True):
     """What is not in the format: a number occupied by no commit (COM-2)."""
 
     sequence: int
 
 
-class Field(Record):
+class Field(Record, frozen=True, kw_only=True):
     """One field of a table (5.4)."""
 
     name: FieldName
@@ -106,7 +106,7 @@ class Field(Record):
     encoder: dict[str, Any] | None
 
 
-class TableEntry(Record):
+class TableEntry(Record, frozen=True, kw_only=True):
     """One table of a manifest (5.4)."""
 
     name: str
@@ -118,7 +118,7 @@ class TableEntry(Record):
     fields: Annotated[list[Field], msgspec.Meta(min_length=1)]
 
 
-class TensorEntry(Record):
+class TensorEntry(Record, frozen=True, kw_only=True):
     """One dense tensor of a manifest (5.4)."""
 
     name: str
@@ -128,7 +128,7 @@ class TensorEntry(Record):
     offset: Count
 
 
-class Span(Record):
+class Span(Record, frozen=True, kw_only=True):
     """A slice of a writer's `blob` array."""
 
     writer: Count
@@ -136,7 +136,7 @@ class Span(Record):
     bytes: Count
 
 
-class BlobEntry(Record):
+class BlobEntry(Record, frozen=True, kw_only=True):
     """One named blob of a manifest (5.4)."""
 
     name: str
@@ -145,7 +145,7 @@ class BlobEntry(Record):
     bytes: Count
 
 
-class Manifest(Record):
+class Manifest(Record, frozen=True, kw_only=True):
     """`manifest.json` (5.4)."""
 
     commit: dict[str, Any]
@@ -160,7 +160,7 @@ class Manifest(Record):
     extra_blob: Span | None
 
 
-class ArrayEntry(Record):
+class ArrayEntry(Record, frozen=True, kw_only=True):
     """Shape, dtype and cut of one stored array (5.5)."""
 
     dtype: str
@@ -169,7 +169,7 @@ class ArrayEntry(Record):
     compression: str | None
 
 
-class BlockField(Record):
+class BlockField(Record, frozen=True, kw_only=True):
     """One field of a block (5.5)."""
 
     name: FieldName
@@ -179,7 +179,7 @@ class BlockField(Record):
     dtype: str | None
 
 
-class BlockEntry(Record):
+class BlockEntry(Record, frozen=True, kw_only=True):
     """One block of a part file (5.5)."""
 
     rows: Count
@@ -187,7 +187,7 @@ class BlockEntry(Record):
     arrays: dict[str, ArrayEntry]
 
 
-class PartFile(Record):
+class PartFile(Record, frozen=True, kw_only=True):
     """`parts-<w>.json.gz` (5.5)."""
 
     writer: Count
@@ -198,18 +198,18 @@ class PartFile(Record):
     dense: dict[str, ArrayEntry]
 
 
-class _Attributes(Record):
+class _Attributes(Record, frozen=True, kw_only=True):
     checkrun: msgspec.Raw
     zarr_conventions: list[dict[str, Any]]
 
 
-class _Group(Record):
+class _Group(Record, frozen=True, kw_only=True):
     zarr_format: Literal[3]
     node_type: Literal["group"]
     attributes: _Attributes
 
 
-class _Kind(Record):
+class _Kind(Record, frozen=True, kw_only=True):
     kind: str
     format_version: str = ""
 

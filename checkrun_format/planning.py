@@ -71,9 +71,7 @@ def _must_be_full(source: TableSource, below: Below) -> bool:
 
 
 def _all_recent(source: TableSource, below: Below | None) -> bool:
-    return (
-        below is None or below.origin is None or not resembles(source, below.origin) or below.pending.everything
-    )
+    return below is None or below.origin is None or not resembles(source, below.origin) or below.pending.everything
 
 
 def _plan_dense(source: TableSource, below: Below | None) -> TablePlan:

@@ -127,7 +127,7 @@ class BitRule:
             expected = self.expected_restores or 0.0
             return 8 if restores > expected else recommended_bits(expected)
         if not isinstance(self.bits, Mapping):
-            return self.bits  # type: ignore[return-value]
+            return self.bits
         if table in self.bits:
             return self.bits[table]
         for pattern, value in self.bits.items():

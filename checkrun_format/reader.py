@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes, layout, manifest, packing, quantize, versions
+from checkrun_format import dtypes, layout, packing, quantize, versions
+from checkrun_format import manifest as documents
 from checkrun_format.chunks import ChunkReader
 from checkrun_format.errors import (
     DamagedError,
@@ -55,9 +56,7 @@ class StoredCheckpoint:
         The commit's plain JSON values without `manifest` (MAN-1).
     """
 
-    def __init__(
-        self, store: Store, chunk_reader: ChunkReader, commit: Commit, commit_object: dict[str, Any]
-    ) -> None:
+    def __init__(self, store: Store, chunk_reader: ChunkReader, commit: Commit, commit_object: dict[str, Any]) -> None:
         self.store = store
         self._chunks = chunk_reader
         self.commit = commit
@@ -69,14 +68,14 @@ class StoredCheckpoint:
         return f"{self.prefix}/{name}"
 
     @functools.cached_property
-    def manifest(self) -> manifest.Manifest:
+    def manifest(self) -> documents.Manifest:
         """The manifest, checked against the commit (MAN-1)."""
         place = self.place("manifest.json")
         data = self.store.get(place)
         if data is None:
             raise DamagedError(place, "the object is missing")
-        manifest.check_digest(data, self.commit.manifest, place)
-        document = manifest.parse_manifest(data, place)
+        documents.check_digest(data, self.commit.manifest, place)
+        document = documents.parse_manifest(data, place)
         if document.commit != self._commit_object:
             raise DamagedError(layout.commit_key(self.commit.sequence), "it differs from what its manifest repeats")
         return document
@@ -118,8 +117,8 @@ class StoredCheckpoint:
         data = self.store.get(place)
         if data is None:
             raise DamagedError(place, "the object is missing")
-        manifest.check_digest(data, self.manifest.writers[writer], place)
-        document = manifest.parse_parts(data, place)
+        documents.check_digest(data, self.manifest.writers[writer], place)
+        document = documents.parse_parts(data, place)
         if (document.writer, document.attempt) != (writer, self.commit.attempt):
             raise DamagedError(place, f"it says writer {document.writer}, attempt {document.attempt}")
         return document
@@ -133,7 +132,7 @@ class StoredCheckpoint:
                 if name not in parts:
                     place = self.place(layout.part_file(writer))
                     raise DamagedError(place, f"it has a part of table {name!r}, which the manifest does not know")
-                parts[name].append(Part(writer, *values[1:8], columns=tuple(values[8:])))
+                parts[name].append(_part(writer, values))
         return parts
 
     def parts(self, table: str) -> list[Part]:
@@ -189,7 +188,7 @@ class StoredCheckpoint:
             self._read_dense(entry.writer, entry.dtype, entry.offset, out)
         return dtypes.from_stored(out, entry.dtype).reshape(entry.shape)
 
-    def blob(self, span: manifest.Span | manifest.BlobEntry) -> bytes:
+    def blob(self, span: documents.Span | documents.BlobEntry) -> bytes:
         """The bytes of a blob."""
         out = np.empty(span.bytes, np.uint8)
         if span.bytes:
@@ -218,6 +217,12 @@ class StoredCheckpoint:
             return json.loads(self.blob(span))
         except ValueError as error:
             raise DamagedError(self.place("manifest.json"), f"extra_blob is no JSON: {error}") from error
+
+
+def _part(writer: int, values: Sequence[int]) -> Part:
+    block, offset, count, first_row, recent, deleted_offset, deleted_count = values[1:8]
+    columns = tuple(values[8:])
+    return Part(writer, block, offset, count, first_row, recent, deleted_offset, deleted_count, columns)
 
 
 def check_supported(entry: TableEntry, sequence: int) -> None:

@@ -59,9 +59,8 @@ class Coverage:
         )
         self._masks: dict[tuple[str, int], Mask] | None = None
         if not whole:
-            self._masks = {
-                (name, low): np.zeros(wanted, np.bool_) for name, cuts in self._cuts.items() for low in sorted(cuts)[:-1]
-            }
+            starts = [(name, low) for name, cuts in self._cuts.items() for low in sorted(cuts)[:-1]]
+            self._masks = {start: np.zeros(wanted, np.bool_) for start in starts}
 
     def add(self, part: Part, places: Selection) -> None:
         """Note the wanted rows that a part holds."""
@@ -133,14 +132,10 @@ def _pieces_of(
         coverage.add(part, places)
         mask = undecided[places]
         if mask.any():
-            yield Piece(
-                layer, block, part, chunk, as_slice(keep(positions, mask)), as_slice(keep(places, mask))
-            )
+            yield Piece(layer, block, part, chunk, as_slice(keep(positions, mask)), as_slice(keep(places, mask)))
 
 
-def _located(
-    entry: TableEntry, block: Block, part: Part, wanted: Wanted
-) -> Iterator[tuple[int, Selection, Selection]]:
+def _located(entry: TableEntry, block: Block, part: Part, wanted: Wanted) -> Iterator[tuple[int, Selection, Selection]]:
     """The wanted rows that a part holds: chunk, positions in it, places among the wanted."""
     if part.count == 0:
         return

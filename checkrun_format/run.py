@@ -23,7 +23,7 @@ from checkrun_format.errors import (
     NotARunError,
     PrunedError,
 )
-from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry
+from checkrun_format.manifest import Commit, Field, PolicyNote, Problem, TableEntry
 from checkrun_format.planning import Below, TablePlan, plan_table
 from checkrun_format.policy import BitRule, Bits
 from checkrun_format.reader import StoredCheckpoint
@@ -40,7 +40,7 @@ from checkrun_format.staging import (
 from checkrun_format.state import State, TableSource, blob_bytes, extra_json, parse_json, table_source, tensor_arrays
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
 from checkrun_format.tracking import Touched, of_ids, stored_by
-from checkrun_format.verify import Problem, verify_checkpoint, verify_run
+from checkrun_format.verify import verify_checkpoint, verify_run
 from checkrun_format.versions import FORMAT_VERSION
 from checkrun_format.writer import CHUNK_BYTES, PartList, PartSource, Writer
 
@@ -425,8 +425,8 @@ class Run:
             return
         if origin is None:
             raise InvalidInputError(
-                f"parent={parent!r}: this Run's state does not stem from the latest checkpoint; restore it first, or save "
-                "a base"
+                f"parent={parent!r}: this Run's state does not stem from the latest checkpoint; restore it first, or "
+                "save a base"
             )
         if parent == "latest":
             return
@@ -527,9 +527,7 @@ class Run:
             touched.update(known[name])
         return touched
 
-    def _commit(
-        self, write: Callable[[Claim], tuple[list[PartList], Content]], *, sets_origin: bool
-    ) -> Checkpoint:
+    def _commit(self, write: Callable[[Claim], tuple[list[PartList], Content]], *, sets_origin: bool) -> Checkpoint:
         """Stage and commit at the next number; again at the one after, if an earlier attempt of ours holds it."""
         while True:
             claim = Claim.of(self._head + 1)
@@ -579,9 +577,7 @@ class Run:
             chain = {below.commit.sequence for below in self._history.chain(self._history.get(committed.sequence))}
             self._layers = {number: rows for number, rows in self._layers.items() if number in chain}
 
-    def _copy(
-        self, target: StoredCheckpoint, *, over: bool, note: PolicyNote, rollback_to: int | None
-    ) -> Checkpoint:
+    def _copy(self, target: StoredCheckpoint, *, over: bool, note: PolicyNote, rollback_to: int | None) -> Checkpoint:
         """Commit the state of a checkpoint again: over it, all unchanged; or copied as a base (RBK-1, CMP-1)."""
         continues = self._legal_origin() is not None and rollback_to is None
 
@@ -672,9 +668,7 @@ class Run:
         self._advance(committed, sets_origin=True)
         return self[committed.sequence]
 
-    def _unchanged_entry(
-        self, name: str, below: StoredCheckpoint | None, entries: Sequence[TableEntry]
-    ) -> TableEntry:
+    def _unchanged_entry(self, name: str, below: StoredCheckpoint | None, entries: Sequence[TableEntry]) -> TableEntry:
         if below is None or not below.has(name) or any(entry.name == name for entry in entries):
             raise InvalidInputError(f"unchanged: table {name!r} is not in the parent, or was given as parts too")
         return _unchanged(below.entry(name))
@@ -694,7 +688,7 @@ class Run:
             lower = None if below is None or not below.has(entry.name) else below.entry(entry.name)
             if lower is None or not same_kind(entry, lower) or (entry.rows or 0) < (lower.rows or 0):
                 raise InvalidInputError(
-                    f"table {entry.name!r} is new, shrank, or has other fields than in the parent: store it full (LAY-2)"
+                    f"table {entry.name!r} is new, shrank, or has other fields than in the parent: store it full"
                 )
 
 

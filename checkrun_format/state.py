@@ -201,9 +201,7 @@ def table_source(name: object, table: object) -> TableSource:
     )
 
 
-ByPosition: TypeAlias = Callable[
-    [Ids | None, Ids | None], Callable[[Selection], dict[str, npt.NDArray[Any]]]
-]
+ByPosition: TypeAlias = Callable[[Ids | None, Ids | None], Callable[[Selection], dict[str, npt.NDArray[Any]]]]
 
 
 def _array_fields(name: str, table: Table) -> tuple[tuple[FieldSpec, ...], int, ByPosition]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,14 @@ def _checkpoint(history: History, stored: StoredCheckpoint, listing: dict[str, i
     yield from _objects(stored, files, listing)
     for document in files:
         yield from _part_file(stored, document)
+    place = stored.place("manifest.json")
     for entry in stored.manifest.tables:
-        yield from _caught(lambda entry=entry: _table(history, stored, entry), stored.place("manifest.json"))
+        yield from _caught(partial(_table, history, stored, entry), place)
     for tensor in stored.manifest.tensors:
-        yield from _caught(lambda tensor=tensor: stored.tensor(tensor.name), stored.place("manifest.json"))
+        yield from _caught(partial(stored.tensor, tensor.name), place)
     for blob in stored.manifest.blobs:
-        yield from _caught(lambda blob=blob: stored.blob(blob), stored.place("manifest.json"))
-    yield from _caught(stored.extra, stored.place("manifest.json"))
+        yield from _caught(partial(stored.blob, blob), place)
+    yield from _caught(stored.extra, place)
 
 
 def _objects(stored: StoredCheckpoint, files: list[PartFile], listing: dict[str, int]) -> Iterator[Problem]:
@@ -86,7 +88,7 @@ def _objects(stored: StoredCheckpoint, files: list[PartFile], listing: dict[str,
     groups = [layout.block_group(d.writer, b) for d in files for b in range(len(d.blocks))]
     groups += [layout.dense_group(d.writer) for d in files if d.dense]
     for group in ["", *(f"{name}/" for name in groups)]:
-        yield from _caught(lambda key=stored.place(f"{group}zarr.json"): _group(stored, key), "")
+        yield from _caught(partial(_group, stored, stored.place(f"{group}zarr.json")), "")
 
 
 def _part_file(stored: StoredCheckpoint, document: PartFile) -> Iterator[Problem]:
@@ -99,11 +101,9 @@ def _part_file(stored: StoredCheckpoint, document: PartFile) -> Iterator[Problem
     reader = ChunkReader(stored.store)
     for name, entry in arrays:
         place = stored.place(name)
-        yield from _caught(lambda place=place, entry=entry: _metadata(stored, place, entry), place)
+        yield from _caught(partial(_metadata, stored, place, entry), place)
         for index in range(len(object_names(name, entry)) - 1):
-            yield from _caught(
-                lambda place=place, entry=entry, index=index: reader.chunk(place, entry, index, shared=False), place
-            )
+            yield from _caught(partial(reader.chunk, place, entry, index, shared=False), place)
 
 
 def _group(stored: StoredCheckpoint, key: str) -> None:

@@ -1,4 +1,4 @@
-"""One writer of one attempt: parts, tensors and blobs in, objects and a part list out (FORMAT.md sections 5.5 and 6)."""
+"""One writer of one attempt: parts, tensors and blobs in, objects and a part list out (FORMAT.md 5.5, 6)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Fetch: TypeAlias = Callable[[int, int], dict[str, npt.NDArray[Any]]]
 """Rows low..high-1 of a part, by field."""
 
 
-class PartList(Record):
+class PartList(Record, frozen=True, kw_only=True):
     """What one writer tells the coordinator: its part file, and what follows from it. JSON-able."""
 
     file: Digest
@@ -107,26 +107,25 @@ class BlockWriter:
         """Write the next chunk: `chunk_rows` rows, fewer only in the last one."""
         if encoded.rows is not None:
             self._first_rows.append(int(encoded.rows[0]))
-            self._put("rows", encoded.rows, lambda: chunks.smaller_compression(encoded.rows))
+            self._put("rows", encoded.rows)
         for f in encoded.fields:
             for name, values in f.arrays.items():
-                self._put(f"{f.layout.name}.{name}", values, lambda layout=f.layout: _compression_of(layout))
+                self._put(f"{f.layout.name}.{name}", values, f.layout)
             if f.exact_index.size:
                 self._exact[f.layout.name].append((f.exact_index + self._written, f.exact_values))
         self._written += encoded.count
 
-    def _put(self, name: str, values: npt.NDArray[Any], compression: Callable[[], str | None]) -> None:
+    def _put(self, name: str, values: npt.NDArray[Any], of: FieldLayout | None = None) -> None:
         if name not in self._arrays:
             shape = (self._rows, *values.shape[1:])
-            self._arrays[name] = chunks.entry_for(values.dtype.name, shape, self.chunk_rows, compression())
+            compression = chunks.smaller_compression(values) if of is None else _compression_of(of, name)
+            self._arrays[name] = chunks.entry_for(values.dtype.name, shape, self.chunk_rows, compression)
             self._objects.put_array(f"{self._group}/{name}", self._arrays[name])
         index = self._written // self.chunk_rows
         self._objects.put_chunk(f"{self._group}/{name}", self._arrays[name], index, values)
 
     def _put_whole(self, name: str, values: npt.NDArray[Any], compression: str | None = None) -> None:
-        self._arrays[name] = self._objects.put_whole(
-            f"{self._group}/{name}", values, self._chunk_bytes, compression
-        )
+        self._arrays[name] = self._objects.put_whole(f"{self._group}/{name}", values, self._chunk_bytes, compression)
 
     def finish(self, recent: Mask | None, deleted: Ids) -> BlockEntry:
         """Write what is cut on its own; return the block's entry."""
@@ -140,13 +139,12 @@ class BlockWriter:
             self._put_whole("recent", np.packbits(recent, bitorder="little"))
         if deleted.size:
             self._put_whole("deleted", deleted, chunks.smaller_compression(deleted[: 1 << 20]))
-        return BlockEntry(
-            rows=self._rows, fields=[_block_field(f) for f in self._layout.fields], arrays=self._arrays
-        )
+        return BlockEntry(rows=self._rows, fields=[_block_field(f) for f in self._layout.fields], arrays=self._arrays)
 
 
-def _compression_of(field_layout: FieldLayout) -> str | None:
-    return "zstd" if field_layout.encoding == "affine" and (field_layout.bits or 8) <= 2 else None
+def _compression_of(of: FieldLayout, array: str) -> str | None:
+    """ZAR-6."""
+    return "zstd" if array.endswith(".codes") and (of.bits or 8) <= 2 else None
 
 
 def _block_field(f: FieldLayout) -> BlockField:
@@ -389,9 +387,7 @@ def _recent_bits(members: Sequence[Member]) -> Mask | None:
     """The `recent` bits of a block, None if no part says 2 (PRT-2, BLK-4)."""
     if all(_recent_code(member.recent) != 2 for member in members):
         return None
-    bits = [
-        np.asarray(m.recent) if _recent_code(m.recent) == 2 else np.zeros(m.count, np.bool_) for m in members
-    ]
+    bits = [np.asarray(m.recent) if _recent_code(m.recent) == 2 else np.zeros(m.count, np.bool_) for m in members]
     return np.concatenate(bits)
 
 

@@ -17,6 +17,7 @@ from checkrun_format.cli._demo.report import Line, Report
 
 _COLUMNS = ("check-\npoint", "kind", "over", "step", "rows\nchanged", "rows\nstored", "bytes\nstored",
             "bytes as\nplain fp32", "save\nseconds")  # fmt: skip
+_TABLE_WIDTH = 79
 _PIPE_WIDTH = 120  # columns, where no terminal tells
 
 
@@ -29,7 +30,9 @@ def console(stream: IO[str] | None = None) -> Console:
 
 def show(report: Report, run: Path, on: Console) -> None:
     """Print the whole page."""
-    on.print(table(report.lines))
+    on.print(
+        table(report.lines), width=max(on.width, _TABLE_WIDTH), crop=False
+    )  # a narrow terminal wraps, cuts nothing
     for line in (*totals(report), "", *commands(report, run)):
         on.print(line, soft_wrap=True)
 
@@ -75,7 +78,7 @@ def totals(report: Report) -> list[str]:
 def _about_kill(line: Line) -> str:
     return (
         f"Killed: SIGKILL hit save {line.sequence} halfway. Its {line.stored_bytes:,} bytes are litter that no reader "
-        f"looks at; training went on from checkpoint {line.sequence - 1}."
+        f"looks at.\nTraining went on from checkpoint {line.sequence - 1}."
     )
 
 
@@ -89,13 +92,14 @@ def commands(report: Report, run: Path) -> list[str]:
     """Commands that look at the result; each can be copied into a shell."""
     address = json.dumps(str(run), ensure_ascii=False)
     block = json.dumps(str(run / report.attempt / "block-0-0"), ensure_ascii=False)
+    last = report.lines[-1].sequence
     opened = f"import checkrun_format as crf; run = crf.open_run({address}); "
     return [
         "Look at it:",
         _python(opened + "[print(c.sequence, c.step, c.parent, c.stored_bytes) for c in run.log()]"),
-        _python(opened + 'print(run.latest().table("in").read(rows=slice(0, 3))["weight"])'),
-        _python(opened + "print([(d.table, len(d.rows)) for d in run.latest().changes_since(1)])"),
-        _python(opened + r'print(*run.verify(), sep="\n")'),
+        _python(opened + 'print(run.latest().table("in").read(rows=slice(0, 5), columns=slice(0, 8))["weight"])'),
+        _python(opened + f"print([(d.table, len(d.rows)) for d in run[{last}].changes_since({last - 1})])"),
+        _python(opened + r'print(*run.verify() or ["no problem"], sep="\n")'),
         "Without this library, any Zarr v3 reader:",
         _python(f'import zarr; print(zarr.open_group({block}, mode="r").tree())'),
     ]
