@@ -243,6 +243,13 @@ class Member:
     recent: bool | Mask
     deleted: Ids
 
+    @property
+    def code(self) -> int:
+        """How the part file says which rows are recent: none, all, or by bits (5.5)."""
+        if isinstance(self.recent, bool):
+            return int(self.recent)
+        return 1 if self.recent.all() else 2 if self.recent.any() else 0
+
 
 @dataclass(slots=True, kw_only=True)
 class Pool:

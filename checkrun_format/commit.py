@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def commit(store: Store, claim: Claim, content: Content, part_lists: Sequence[Pa
 
     Raises
     ------
-    NumberTaken
+    NumberTakenError
         Another attempt holds the number.
     StorageError
         The store failed; whether the commit landed is then unknown only if reading it back failed too.
@@ -84,7 +84,7 @@ def commit(store: Store, claim: Claim, content: Content, part_lists: Sequence[Pa
     return committed
 
 
-class NumberTaken(Exception):
+class NumberTakenError(Exception):
     """The claimed number is occupied by something else than the claimed attempt."""
 
     def __init__(self, attempt: str | None, what: str) -> None:
@@ -104,7 +104,7 @@ def _create(store: Store, claim: Claim, document: bytes) -> None:
         if found is None and not isinstance(error, AlreadyExistsError):
             raise
         attempt, what = _describe(found, claim.sequence)
-        raise NumberTaken(attempt, what) from error
+        raise NumberTakenError(attempt, what) from error
 
 
 def _describe(data: bytes | None, sequence: int) -> tuple[str | None, str]:
@@ -127,7 +127,7 @@ def _commit_body(claim: Claim, content: Content, stored_bytes: int) -> dict[str,
         "requires": [],
         "sequence": claim.sequence,
         "step": content.step,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "created": dt.datetime.now(dt.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         "attempt": claim.attempt,
         "parent": None if content.parent is None else content.parent.commit.sequence,
         "predecessor": None if predecessor is None else predecessor.sequence,
@@ -174,7 +174,7 @@ def check_objects(store: Store, claim: Claim, part_lists: Sequence[PartList]) ->
                 raise DamagedError(f"{claim.prefix}/{name}", f"writer {part.document.writer} did not store this object")
 
 
-def lost_to(claim: Claim, taken: NumberTaken) -> ConcurrentCommitError:
+def lost_to(claim: Claim, taken: NumberTakenError) -> ConcurrentCommitError:
     """The error of a save that lost its number to somebody else."""
     return ConcurrentCommitError(
         f"number {claim.sequence} is taken by {taken}: another process writes this run. Nothing of it was changed and "

@@ -53,7 +53,7 @@ def _import(array: object, what: str) -> npt.NDArray[Any]:
     if hasattr(array, "__dlpack__"):
         _refuse_other_devices(array, what)
         try:
-            return np.from_dlpack(array)  # type: ignore[arg-type]
+            return np.from_dlpack(array)
         except (RuntimeError, BufferError, TypeError, ValueError):
             pass  # a dtype that DLPack or numpy does not carry: try the array protocol
     try:
@@ -80,6 +80,6 @@ def _from_torch(torch: Any, tensor: Any, what: str) -> npt.NDArray[Any]:
     if stored is None:
         raise InvalidInputError(f"{what}: torch dtype {name} cannot be stored")
     if stored == name:
-        return np.from_dlpack(tensor)  # type: ignore[no-any-return]
+        return np.from_dlpack(tensor)
     bits = torch.uint8 if stored == "uint8" else torch.uint16
     return dtypes.from_stored(np.from_dlpack(tensor.view(bits)), name)

@@ -11,6 +11,8 @@ from checkrun_format.rows import Ids, Mask, RowSet, Selection, as_slice
 from checkrun_format.state import TableSource
 from checkrun_format.tracking import Touched
 
+_NOTHING: Ids = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
@@ -79,7 +81,7 @@ def _plan_dense(source: TableSource, below: Below | None) -> TablePlan:
     if below is not None and not _all_recent(source, below):
         recent = _changed_mask(source, below)
     if below is None or _must_be_full(source, below):
-        return _full(source, None, recent, np.zeros(0, np.int64))
+        return _full(source, None, recent=recent, deleted=_NOTHING)
     assert below.parent is not None
     stored = RowSet.of(np.arange(below.parent.rows or 0, source.rows))
     for touched in (below.since_parent, below.pending):
@@ -87,8 +89,8 @@ def _plan_dense(source: TableSource, below: Below | None) -> TablePlan:
         stored.update(touched.rows)
     ids = stored.ids(source.rows)
     if ids.size == source.rows and source.rows:
-        return _full(source, None, recent, np.zeros(0, np.int64))
-    return _changed(ids, ids, recent if isinstance(recent, bool) else recent[ids], np.zeros(0, np.int64))
+        return _full(source, None, recent=recent, deleted=_NOTHING)
+    return _changed(ids, ids, recent=recent if isinstance(recent, bool) else recent[ids], deleted=_NOTHING)
 
 
 def _changed_mask(source: TableSource, below: Below) -> Mask:
@@ -103,16 +105,16 @@ def _changed_mask(source: TableSource, below: Below) -> Mask:
 
 def _plan_keyed(source: TableSource, keys: Ids, below: Below | None) -> TablePlan:
     if below is None:
-        return _full(source, keys, True, np.zeros(0, np.int64))
+        return _full(source, keys, recent=True, deleted=_NOTHING)
     recent: bool | Mask = True if _all_recent(source, below) else below.pending.rows.contains(keys)
     gone = _gone(keys, below.pending)
     if _must_be_full(source, below):
-        return _full(source, keys, recent, gone)
+        return _full(source, keys, recent=recent, deleted=gone)
     stored = below.since_parent.copy()
     stored.update(below.pending)
     positions = np.flatnonzero(stored.rows.contains(keys))
     some = recent if isinstance(recent, bool) else recent[positions]
-    return _changed(positions, keys[positions], some, _gone(keys, stored))
+    return _changed(positions, keys[positions], recent=some, deleted=_gone(keys, stored))
 
 
 def _gone(keys: Ids, touched: Touched) -> Ids:
@@ -121,10 +123,10 @@ def _gone(keys: Ids, touched: Touched) -> Ids:
     return np.setdiff1d(candidates, keys, assume_unique=True)
 
 
-def _full(source: TableSource, keys: Ids | None, recent: bool | Mask, deleted: Ids) -> TablePlan:
+def _full(source: TableSource, keys: Ids | None, *, recent: bool | Mask, deleted: Ids) -> TablePlan:
     return TablePlan(storage="full", positions=slice(0, source.rows), ids=keys, recent=recent, deleted=deleted)
 
 
-def _changed(positions: Ids, ids: Ids, recent: bool | Mask, deleted: Ids) -> TablePlan:
+def _changed(positions: Ids, ids: Ids, *, recent: bool | Mask, deleted: Ids) -> TablePlan:
     storage = "changed" if ids.size or deleted.size else "unchanged"
     return TablePlan(storage=storage, positions=as_slice(positions), ids=ids, recent=recent, deleted=deleted)

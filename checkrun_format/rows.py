@@ -222,7 +222,7 @@ def keep(selection: Selection, mask: Mask) -> Selection:
     if bool(mask.all()):
         return selection
     if isinstance(selection, slice):
-        return np.flatnonzero(mask) + selection.start
+        return np.asarray(np.flatnonzero(mask) + selection.start)
     return selection[mask]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -12,7 +13,7 @@ from checkrun_format import layout
 from checkrun_format import policy as policies
 from checkrun_format.chain import History, same_kind
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.commit import Claim, Content, NumberTaken, check_objects, commit, lost_to, open_attempt
+from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt
 from checkrun_format.compaction import copy_table
 from checkrun_format.errors import (
     CheckpointNotFoundError,
@@ -105,10 +106,8 @@ def _create_run(store: Store) -> None:
                 f"{store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty folder"
             )
         document = layout.group_document({"kind": "run", "format_version": FORMAT_VERSION, "requires": []})
-        try:
+        with contextlib.suppress(AlreadyExistsError):  # another process created it just now: it is read next
             store.create(layout.RUN_KEY, document)
-        except AlreadyExistsError:
-            pass  # another process created it just now; what it wrote is read next
 
 
 class Run:
@@ -239,7 +238,15 @@ class Run:
         tensors, blobs, extra = tensor_arrays(state.tensors), blob_bytes(state.blobs), extra_json(state.extra)
         restores = self._restores()
         plans = {
-            name: field_plans(name, source.fields, {}, self._rule, source.bits, source.store_as, restores)
+            name: field_plans(
+                name,
+                source.fields,
+                {},
+                rule=self._rule,
+                bits=source.bits,
+                store_as=source.store_as,
+                restores=restores,
+            )
             for name, source in sources.items()
         }
         origin = self._legal_origin()
@@ -540,12 +547,12 @@ class Run:
             self._attempts[claim.attempt] = sets_origin
             try:
                 committed = commit(self._store, claim, content, part_lists, group_bytes)
-            except NumberTaken as taken:
+            except NumberTakenError as taken:
                 self._discard(claim)
                 if taken.attempt not in self._attempts:
                     self._lost = str(lost_to(claim, taken))
                     raise lost_to(claim, taken) from taken
-                self._adopt(claim.sequence, self._attempts[taken.attempt])
+                self._adopt(claim.sequence, was_a_save=self._attempts[taken.attempt])
                 continue
             self._advance(committed, sets_origin=sets_origin)
             return self[committed.sequence]
@@ -559,7 +566,7 @@ class Run:
         except (CheckrunError, OSError):
             pass  # it stays as litter, which every reader ignores
 
-    def _adopt(self, sequence: int, was_a_save: bool) -> None:
+    def _adopt(self, sequence: int, *, was_a_save: bool) -> None:
         """An attempt that was given up has landed after all (HEA-3): its rows stay pending."""
         landed = self._history.get(sequence).commit
         origin = self._legal_origin()
@@ -661,7 +668,7 @@ class Run:
                 part_lists,
                 group_bytes,
             )
-        except NumberTaken as taken:
+        except NumberTakenError as taken:
             self._lost = str(lost_to(claim, taken))
             raise lost_to(claim, taken) from taken
         self._layers = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ def field_plans(
     table: str,
     specs: Sequence[FieldSpec],
     starts: Mapping[str, int],
+    *,
     rule: BitRule,
     bits: FieldBits | Inherit,
     store_as: Mapping[str, str],
@@ -140,7 +141,15 @@ class StagedWriter:
         ids, first_row, key_dtype = _which(name, rows, of, keys, count)
         starts = _starts(name, arrays, columns)
         specs = [spec_of(field_name, array) for field_name, array in arrays.items()]
-        plans = field_plans(name, specs, starts, self._rule, bits, dict(store_as or {}), self._token["restores"])
+        plans = field_plans(
+            name,
+            specs,
+            starts,
+            rule=self._rule,
+            bits=bits,
+            store_as=dict(store_as or {}),
+            restores=self._token["restores"],
+        )
         order = None if ids is None or bool((ids[1:] > ids[:-1]).all()) else np.argsort(ids, kind="stable")
         if ids is not None and order is not None:
             ids = ids[order]
@@ -253,7 +262,7 @@ def _starts(table: str, arrays: Mapping[str, npt.NDArray[Any]], columns: Any) ->
     return {name: int(low) for name, (low, _) in given.items()}
 
 
-def _recent(table: str, recent: bool | All | ArrayLike, count: int, order: Ids | None) -> bool | Mask:
+def _recent(table: str, recent: ArrayLike, count: int, order: Ids | None) -> bool | Mask:
     if isinstance(recent, All):
         return True
     if isinstance(recent, bool):
@@ -318,7 +327,7 @@ class Save:
         self._committer = committer
         self.token = token
 
-    def __enter__(self) -> Save:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

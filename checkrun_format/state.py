@@ -50,6 +50,15 @@ class FieldSpec:
     columns: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """Where a table's values come from when they are not in memory; see `Table.from_function`."""
+
+    fetch: Callable[[Ids], Mapping[str, ArrayLike]]
+    rows: int | None
+    fields: Mapping[str, tuple[npt.DTypeLike, int | None]]
+
+
 class Table:
     """An embedding table: row-aligned fields, and which of their rows changed.
 
@@ -86,7 +95,7 @@ class Table:
         self.deleted = deleted
         self.bits = bits
         self.store_as = store_as
-        self._function: tuple[Callable[[Ids], Mapping[str, ArrayLike]], int | None, Mapping[str, Any]] | None = None
+        self.function: Function | None = None
 
     @classmethod
     def from_function(
@@ -114,7 +123,7 @@ class Table:
             Number of rows of a dense table; or else `keys`.
         """
         table = cls({}, changed=changed, keys=keys, deleted=deleted, bits=bits, store_as=store_as)
-        table._function = (fetch, rows, dict(fields))
+        table.function = Function(fetch=fetch, rows=rows, fields=dict(fields))
         return table
 
     def __getitem__(self, name: str) -> Any:
@@ -182,11 +191,16 @@ def table_source(name: object, table: object) -> TableSource:
     text = layout.check_name(name, "table")
     if not isinstance(table, Table):
         raise InvalidInputError(f"table {text!r}: a {type(table).__name__} where a checkrun_format.Table belongs")
-    if table._function is not None:
-        fields, rows, by_position = _function_fields(text, table)
+    if table.function is None:
+        arrays = field_arrays(text, table.fields)
+        fields = tuple(spec_of(field_name, array) for field_name, array in arrays.items())
+        rows = _common_rows(text, arrays)
+        keys, key_dtype, order = _keys(text, table, rows)
+        fetch = _array_fetch(arrays, order)
     else:
-        fields, rows, by_position = _array_fields(text, table)
-    keys, key_dtype, order = _keys(text, table, rows)
+        fields, rows = _function_fields(text, table, table.function)
+        keys, key_dtype, order = _keys(text, table, rows)
+        fetch = _function_fetch(text, fields, table.function, keys)
     return TableSource(
         name=text,
         fields=fields,
@@ -197,28 +211,35 @@ def table_source(name: object, table: object) -> TableSource:
         deleted=_deleted(text, table, keys),
         bits=table.bits,
         store_as=_store_as(text, table.store_as, fields),
-        fetch=by_position(order, keys),
+        fetch=fetch,
     )
 
 
-ByPosition: TypeAlias = Callable[[Ids | None, Ids | None], Callable[[Selection], dict[str, npt.NDArray[Any]]]]
+def _common_rows(table: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) != 1:
+        raise InvalidInputError(f"table {table!r}: its fields have different numbers of rows: {counts}")
+    return next(iter(counts.values()))
 
 
-def _array_fields(name: str, table: Table) -> tuple[tuple[FieldSpec, ...], int, ByPosition]:
-    arrays = field_arrays(name, table.fields)
-    counts = {field_name: len(array) for field_name, array in arrays.items()}
-    rows = next(iter(counts.values()))
-    if set(counts.values()) != {rows}:
-        raise InvalidInputError(f"table {name!r}: its fields have different numbers of rows: {counts}")
+def _array_fetch(
+    arrays: Mapping[str, npt.NDArray[Any]], order: Ids | None
+) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
+    def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
+        at = selection if order is None else order[selection]
+        return {name: array[at] for name, array in arrays.items()}
 
-    def by_position(order: Ids | None, keys: Ids | None) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
-        def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
-            at = selection if order is None else order[selection]
-            return {field_name: array[at] for field_name, array in arrays.items()}
+    return fetch
 
-        return fetch
 
-    return tuple(spec_of(field_name, array) for field_name, array in arrays.items()), rows, by_position
+def _function_fetch(
+    table: str, specs: Sequence[FieldSpec], function: Function, keys: Ids | None
+) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
+    def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
+        ids = _positions(selection) if keys is None else keys[selection]
+        return _fetched(table, specs, function.fetch(ids), length(selection))
+
+    return fetch
 
 
 def field_arrays(table: str, fields: Mapping[str, ArrayLike]) -> dict[str, npt.NDArray[Any]]:
@@ -246,24 +267,15 @@ def spec_of(name: str, array: npt.NDArray[Any]) -> FieldSpec:
     return FieldSpec(name=name, dtype=dtypes.name_of(array.dtype), columns=columns)
 
 
-def _function_fields(name: str, table: Table) -> tuple[tuple[FieldSpec, ...], int, ByPosition]:
-    assert table._function is not None
-    function, rows, given = table._function
-    specs = tuple(_spec_given(name, field_name, spec) for field_name, spec in given.items())
+def _function_fields(name: str, table: Table, function: Function) -> tuple[tuple[FieldSpec, ...], int]:
+    specs = tuple(_spec_given(name, field_name, spec) for field_name, spec in function.fields.items())
     if not specs:
         raise InvalidInputError(f"table {name!r}: no fields")
-    if (rows is None) == (table.keys is None):
+    if (function.rows is None) == (table.keys is None):
         raise InvalidInputError(f"table {name!r}: from_function takes either rows= or keys=")
-    count = len(dlpack.to_numpy(table.keys, f"table {name!r}, keys")) if rows is None else _whole(rows, name)
-
-    def by_position(order: Ids | None, keys: Ids | None) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
-        def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
-            ids = _positions(selection) if keys is None else keys[selection]
-            return _fetched(name, specs, function(ids), length(selection))
-
-        return fetch
-
-    return specs, count, by_position
+    if function.rows is not None:
+        return specs, _whole(function.rows, name)
+    return specs, len(dlpack.to_numpy(table.keys, f"table {name!r}, keys"))
 
 
 def _whole(rows: object, name: str) -> int:

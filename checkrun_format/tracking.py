@@ -45,10 +45,8 @@ class Touched:
         """Add all that another set holds."""
         self.everything |= other.everything
         self.deleted.update(other.deleted)
-        if isinstance(self.rows, RowSet) and isinstance(other.rows, RowSet):
-            self.rows.update(other.rows)
-        elif isinstance(self.rows, KeySet) and isinstance(other.rows, KeySet):
-            self.rows.update(other.rows)
+        if type(self.rows) is type(other.rows):
+            self.rows.update(other.rows)  # type: ignore[arg-type]
         else:
             self.everything = True
 

@@ -53,7 +53,7 @@ def verify_checkpoint(history: History, sequence: int) -> list[Problem]:
 
 def _checkpoint(history: History, stored: StoredCheckpoint, listing: dict[str, int]) -> Iterator[Problem]:
     documents = _caught(lambda: stored.manifest, stored.place("manifest.json"))
-    documents += [] if documents else _caught(lambda: stored.stored_parts(), stored.place("parts"))
+    documents += [] if documents else _caught(stored.stored_parts, stored.place("parts"))
     yield from documents
     if documents:
         return

@@ -320,7 +320,7 @@ class Writer:
         offset = deleted_offset = 0
         for member in members:
             table = self._tables.setdefault(member.table, len(self._tables))
-            where = [table, len(self._blocks), offset, member.count, member.first_row, _recent_code(member.recent)]
+            where = [table, len(self._blocks), offset, member.count, member.first_row, member.code]
             self._parts.append([*where, deleted_offset, int(member.deleted.size), *member.columns])
             offset += member.count
             deleted_offset += int(member.deleted.size)
@@ -377,17 +377,11 @@ def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> I
         yield encoder.encode(part.fetch(start, stop), rows)
 
 
-def _recent_code(recent: bool | Mask) -> int:
-    if isinstance(recent, bool):
-        return int(recent)
-    return 1 if bool(recent.all()) else 2 if bool(recent.any()) else 0
-
-
 def _recent_bits(members: Sequence[Member]) -> Mask | None:
     """The `recent` bits of a block, None if no part says 2 (PRT-2, BLK-4)."""
-    if all(_recent_code(member.recent) != 2 for member in members):
+    if all(member.code != 2 for member in members):
         return None
-    bits = [np.asarray(m.recent) if _recent_code(m.recent) == 2 else np.zeros(m.count, np.bool_) for m in members]
+    bits = [np.asarray(m.recent) if m.code == 2 else np.zeros(m.count, np.bool_) for m in members]
     return np.concatenate(bits)
 
 

@@ -59,7 +59,7 @@ def demo(folder: Path) -> None:
         raise click.ClickException(f"this Python was installed without its help text ({error})") from error
     except FolderError as error:
         raise RefusedError(str(error)) from error
-    except crf.CheckrunError as error:
+    except (crf.CheckrunError, OSError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         click.echo("\nInterrupted. The same command continues from the latest checkpoint.", err=True)
@@ -86,7 +86,7 @@ def _train(home: Folder, corpus: Corpus, on: Console) -> None:
         f"help text.\nSaving into {home.run}.",
         soft_wrap=True,
     )
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
     with ExitStack() as stack:
         without = None
         if home.reference() is None:
@@ -100,13 +100,13 @@ def _train(home: Folder, corpus: Corpus, on: Console) -> None:
 
 def _train_to_the_end(home: Folder, progress: Progress) -> None:
     """Start training processes until one is not killed as planned."""
-    task = progress.add_task("training", total=STEPS, loss=float("nan"))
+    task = progress.add_task("training", total=STEPS, loss="")
     while True:
         planned = [] if home.events("killed") else ["--killed-in", str(KILLED_IN)]
         with training(home, *planned) as process:
             for event in told(process):
                 if event["event"] == "trained":
-                    progress.update(task, completed=event["step"], loss=event["loss"])
+                    progress.update(task, completed=event["step"], loss=f"loss {event['loss']:.3f}")
                 else:
                     progress.console.print(_sentence(event))
             killed = process.wait() == -signal.SIGKILL and planned and home.events("killed")

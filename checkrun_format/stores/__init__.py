@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
@@ -41,7 +40,7 @@ def open_store(url: str | os.PathLike[str] | Store, *, durable: bool = True) -> 
 
 
 def _from_file_url(url: str) -> str:
-    import fsspec.implementations.local
+    from fsspec.core import url_to_fs
 
-    stripped: Any = fsspec.implementations.local.LocalFileSystem._strip_protocol(url)
-    return str(stripped)
+    path: str = url_to_fs(url)[1]
+    return path

@@ -176,7 +176,7 @@ def _write_new(path: str, buffers: Sequence[Buffer]) -> int:
 
 
 def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> int:
-    waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]  # type: ignore[arg-type]
     total = sum(view.nbytes for view in waiting)
     while waiting:
         written = os.writev(descriptor, waiting[:_MAX_BUFFERS])

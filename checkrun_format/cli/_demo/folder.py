@@ -44,8 +44,14 @@ class Folder:
         Raises
         ------
         FolderError
-            If it holds something else, or the demo of a Python with another text.
+            If it holds something else, or the demo of a Python with another text, or cannot be written.
         """
+        try:
+            self._claim(text)
+        except OSError as error:
+            raise FolderError(f"{error.filename or self.path}: {error.strerror}; choose another folder") from error
+
+    def _claim(self, text: str) -> None:
         mark = self._read(_MARK)
         if mark is None:
             self._begin(text)

@@ -30,9 +30,8 @@ def console(stream: IO[str] | None = None) -> Console:
 
 def show(report: Report, run: Path, on: Console) -> None:
     """Print the whole page."""
-    on.print(
-        table(report.lines), width=max(on.width, _TABLE_WIDTH), crop=False
-    )  # a narrow terminal wraps, cuts nothing
+    on.width = max(on.width, _TABLE_WIDTH)  # a narrower terminal wraps lines; the table would leave out digits
+    on.print(table(report.lines), crop=False)
     for line in (*totals(report), "", *commands(report, run)):
         on.print(line, soft_wrap=True)
 

@@ -37,7 +37,7 @@ def training(folder: Folder, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 def told(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     """What a process says, until it ends; a line that its end cut short is left out."""
-    assert process.stdout is not None  # noqa: S101
+    assert process.stdout is not None
     for line in process.stdout:
         if line.endswith("\n"):
             yield json.loads(line)

@@ -1,0 +1,120 @@
+"""The project's own files agree with each other, and what README shows runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from checkrun_format.versions import __version__
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "FORMAT.md")
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def commands() -> dict[str, str]:
+    """README's commands by name."""
+    return dict(re.findall(r"^<!-- command: (\w+) -->\n```bash\n(.+)\n```$", text("README.md"), re.MULTILINE))
+
+
+def project() -> dict[str, object]:
+    found = tomllib.loads(text("pyproject.toml"))["project"]
+    assert isinstance(found, dict)
+    return found
+
+
+def pins() -> dict[str, str]:
+    """The pinned version of each package of constraints.txt, by its normalized name."""
+    lines = [line for line in text("constraints.txt").splitlines() if line and not line.startswith("#")]
+    split = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][0-9a-z.]*)", line) for line in lines]
+    assert all(split), [line for line, match in zip(lines, split, strict=True) if not match]
+    return {normalized(match[1]): match[2] for match in split if match}
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_readme_has_the_two_commands() -> None:
+    assert list(commands()) == ["demo", "test"]
+    assert commands()["demo"] == "pip install -c constraints.txt . && checkrun demo"
+    assert commands()["test"] == 'pip install -c constraints.txt -e ".[test]" && pytest'
+
+
+def test_ci_runs_the_commands_of_readme() -> None:
+    printed = subprocess.run(
+        ["bash", ROOT / ".ci/run", "commands"], check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert printed.stdout.splitlines() == list(commands().values())
+    assert not [command for command in commands().values() if command in text(".ci/run")]
+
+
+def test_ci_refuses_a_readme_without_its_commands(tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/run").write_text(text(".ci/run"))
+    (tmp_path / "README.md").write_text(text("README.md").replace("command: test", "command: tests"))
+    done = subprocess.run(["bash", tmp_path / ".ci/run", "commands"], check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "<!-- command: test -->" in done.stderr
+    assert not done.stdout
+
+
+def test_changelog_starts_with_this_version() -> None:
+    newest = text("CHANGELOG.md").split("\n## ")[1]
+    assert newest.startswith(f"[{__version__}] - ")
+    assert re.findall(r"^### (.+)$", newest, re.MULTILINE) == ["Format", "Library"]
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    extras = project()["optional-dependencies"]
+    direct = project()["dependencies"]
+    assert isinstance(extras, dict)
+    assert isinstance(direct, list)
+    assert direct
+    wanted = {
+        re.match(r"[A-Za-z0-9._-]+", line) for line in [*direct, *(line for one in extras.values() for line in one)]
+    }
+    assert {normalized(match[0]) for match in wanted if match} <= set(pins())
+    assert pins()["torch"] == "2.13.0"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_files_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text(page))
+    assert links or page != "README.md"
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_every_folder_of_tests_is_described() -> None:
+    described = set(re.findall(r"^\| `tests/(\w+)/`", text("CONTRIBUTING.md"), re.MULTILINE))
+    present = {path.parent.relative_to(ROOT / "tests").parts[0] for path in ROOT.glob("tests/*/**/test_*.py")}
+    assert present
+    assert present <= described
+
+
+def test_the_code_that_readme_shows_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", text("README.md"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    check = """
+fields = first.tables["user"].fields
+assert decoded.dtype == np.float32
+assert np.array_equal(decoded, fields["weight"])
+assert np.array_equal(values, fields["sum"])
+"""
+    program = tmp_path / "readme.py"
+    program.write_text("\n".join([*blocks, check]))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4, done.stdout
