@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes
-from checkrun_format.chain import History, same_kind
+from checkrun_format.chain import History
 from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import fill, live_keys, stored_ids, tombstones
@@ -33,7 +33,7 @@ class Changes:
     table_rows : int or None
         Number of rows that a dense table now has; rows beyond are gone.
     dropped : bool
-        The table is gone as a whole; the batch has no rows.
+        The table is gone as a whole, or is another one now, whose rows all follow; this batch has no rows.
     key_dtype : str or None
         `uint64`: the bits of `rows` and `deleted` are to be read so.
     """
@@ -69,8 +69,10 @@ def changes(history: History, checkpoint: StoredCheckpoint, since: int, max_byte
     walk = _Walk(history)
     for layer in history.predecessors(checkpoint, since):
         walk.visit(layer)
-    gone = [name for name in sorted(walk.dropped | set(walk.found)) if not checkpoint.has(name)]
-    return _batches(history, checkpoint, walk.found, gone, max_bytes)
+    for name in walk.dropped:
+        if checkpoint.has(name):
+            walk.found.setdefault(name, _Found()).everything = True
+    return _batches(history, checkpoint, walk.found, walk.dropped, max_bytes)
 
 
 class _Walk:
@@ -109,23 +111,24 @@ class _Walk:
                     found.rows.append(ids[layer.block(part).recent(part)])
 
     def _compare(self, restored: StoredCheckpoint, undone: StoredCheckpoint) -> None:
-        """Tables that a rollback brings back in another shape, or takes away (CHG-2)."""
+        """Tables to which a rollback gives another number of rows, or which it takes away (CHG-2)."""
         others = {entry.name: entry for entry in undone.manifest.tables}
         for entry in restored.manifest.tables:
             other = others.pop(entry.name, None)
-            if other is None or not same_kind(entry, other) or entry.rows != other.rows:
+            if other is not None and entry.rows != other.rows:
                 self.found.setdefault(entry.name, _Found()).everything = True
         self.dropped.update(others)
 
 
 def _batches(
-    history: History, checkpoint: StoredCheckpoint, found: dict[str, _Found], gone: list[str], max_bytes: int
+    history: History, checkpoint: StoredCheckpoint, found: dict[str, _Found], dropped: set[str], max_bytes: int
 ) -> Iterator[Changes]:
     nothing = np.zeros(0, np.int64)
-    for name in gone:
+    for name in sorted(dropped | {name for name in found if not checkpoint.has(name)}):
         yield Changes(table=name, rows=nothing, fields={}, deleted=nothing, table_rows=None, dropped=True)
-    for name in sorted(set(found) - set(gone)):
-        yield from _table_batches(history, checkpoint, name, found[name], max_bytes)
+    for name in sorted(found):
+        if checkpoint.has(name):
+            yield from _table_batches(history, checkpoint, name, found[name], max_bytes)
 
 
 def _table_batches(

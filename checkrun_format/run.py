@@ -275,7 +275,7 @@ class Run:
                 parent=below,
                 predecessor=self._latest,
                 restores=restores,
-                dropped=self._gone(sources),
+                dropped=self._dropped(entries),
                 extra=parse_json(extra) if inline else None,
                 extra_blob=span,
             )
@@ -398,7 +398,7 @@ class Run:
     def _check_tables(
         self, sources: Mapping[str, TableSource], dropped: Sequence[str], origin: StoredCheckpoint | None
     ) -> None:
-        known = set(self._table_names())
+        known = {entry.name for entry in self._latest_tables()}
         wrong = [name for name in dropped if name in sources or name not in known]
         if wrong:
             where = "is in the state" if wrong[0] in sources else "is not in the latest checkpoint"
@@ -415,17 +415,20 @@ class Run:
                     f"table {name!r} has been saved before: give changed= (row ids, a mask, or checkrun_format.ALL)"
                 )
 
-    def _table_names(self) -> list[str]:
+    def _latest_tables(self) -> list[TableEntry]:
         """Tables of the latest checkpoint; none if they cannot be read (then the save is a base)."""
         if self._latest is None:
             return []
         try:
-            return [entry.name for entry in self._history.get(self._latest.sequence).manifest.tables]
+            return self._history.get(self._latest.sequence).manifest.tables
         except (DamagedError, PrunedError):
             return []
 
-    def _gone(self, sources: Mapping[str, Any]) -> list[str]:
-        return [name for name in self._table_names() if name not in sources]
+    def _dropped(self, entries: Sequence[TableEntry]) -> list[str]:
+        """Tables of the predecessor that these entries do not continue (5.4)."""
+        ours = {entry.name: entry for entry in entries}
+        before = self._latest_tables()
+        return [entry.name for entry in before if entry.name not in ours or not same_kind(entry, ours[entry.name])]
 
     def _check_parent(self, parent: int | str | None, origin: StoredCheckpoint | None) -> None:
         if parent is None or parent == "auto":
@@ -608,7 +611,7 @@ class Run:
                 predecessor=self._latest,
                 rollback_to=rollback_to,
                 restores=self._restores() if rollback_to is not None else target.commit.restores,
-                dropped=self._gone(dict.fromkeys(names)),
+                dropped=self._dropped(entries),
                 extra=target.manifest.extra,
                 extra_blob=None if span is None else writer.put_span(target.blob(span)),
             )
@@ -662,7 +665,7 @@ class Run:
                     parent=below,
                     predecessor=self._latest,
                     restores=self._restores(),
-                    dropped=list(dropped),
+                    dropped=self._dropped(entries),
                     extra=parse_json(data),
                 ),
                 part_lists,
@@ -684,7 +687,7 @@ class Run:
         self, entries: Sequence[TableEntry], below: StoredCheckpoint | None, dropped: Sequence[str]
     ) -> None:
         names = {entry.name for entry in entries}
-        forgotten = sorted(set(self._table_names()) - names - set(dropped))
+        forgotten = sorted({entry.name for entry in self._latest_tables()} - names - set(dropped))
         if forgotten:
             raise InvalidInputError(
                 f"table {forgotten[0]!r} of the latest checkpoint has no part; name it in unchanged= or dropped="

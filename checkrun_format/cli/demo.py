@@ -52,11 +52,9 @@ def demo(folder: Path) -> None:
     """
     home, on = Folder(folder), page.console()
     try:
-        corpus = read_corpus()
+        corpus = _corpus()
         home.claim(corpus.digest())
         _run(home, corpus, on)
-    except ImportError as error:
-        raise click.ClickException(f"this Python was installed without its help text ({error})") from error
     except FolderError as error:
         raise RefusedError(str(error)) from error
     except (crf.CheckrunError, OSError) as error:
@@ -64,6 +62,13 @@ def demo(folder: Path) -> None:
     except KeyboardInterrupt:
         click.echo("\nInterrupted. The same command continues from the latest checkpoint.", err=True)
         raise click.exceptions.Exit(_INTERRUPTED) from None
+
+
+def _corpus() -> Corpus:
+    try:
+        return read_corpus()
+    except ImportError as error:
+        raise click.ClickException(f"this Python was installed without its help text ({error})") from error
 
 
 def _run(home: Folder, corpus: Corpus, on: Console) -> None:
