@@ -94,11 +94,10 @@ class _Walk:
             if entry.storage != "unchanged":
                 self._collect(layer, layer.entry(entry.name))
         if layer.commit.rollback_to is not None and layer.commit.predecessor is not None:
-            restored = self._history.get(layer.commit.rollback_to)
             for undone in self._history.predecessors(
                 self._history.get(layer.commit.predecessor), layer.commit.rollback_to
             ):
-                self._compare(restored, undone)
+                self._compare(layer, undone)
                 self.visit(undone)
 
     def _collect(self, layer: StoredCheckpoint, entry: TableEntry) -> None:

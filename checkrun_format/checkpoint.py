@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from checkrun_format import dlpack, dtypes
 from checkrun_format.chain import History
 from checkrun_format.changes import Changes, changes
-from checkrun_format.errors import InvalidInputError, RowNotFoundError
+from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFoundError
 from checkrun_format.manifest import Commit, Field
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import fill, live_keys
@@ -29,7 +30,6 @@ class TableView:
         self._history = history
         self._stored = stored
         self._entry = stored.entry(name)
-        self._keys: Ids | None = None
         self.name = name
 
     def __repr__(self) -> str:
@@ -60,12 +60,14 @@ class TableView:
         """The live keys of a keyed table, ascending as signed int64; int64 or uint64 (n,)."""
         if self._entry.addressing != "keyed":
             raise InvalidInputError(f"table {self.name!r} is dense: its rows are 0 to {len(self) - 1}")
-        if self._keys is None:
-            self._keys = live_keys(self._history.layers(self._stored, self.name))
-        return self._keys.view(np.dtype(self._entry.key_dtype))
+        return self._live_keys.view(np.dtype(self._entry.key_dtype)).copy()
+
+    @functools.cached_property
+    def _live_keys(self) -> Ids:
+        return live_keys(self._history.layers(self._stored, self.name))
 
     def __len__(self) -> int:
-        return len(self.keys()) if self._entry.rows is None else self._entry.rows
+        return len(self._live_keys) if self._entry.rows is None else self._entry.rows
 
     def read(
         self,
@@ -95,7 +97,7 @@ class TableView:
         """
         low, high = _range(rows, len(self), f"rows of table {self.name!r}")
         if self._entry.rows is None:
-            return self._read(WantedIds(self.keys().view(np.int64)[low:high]), columns, fields, out)
+            return self._read(WantedIds(self._live_keys[low:high]), columns, fields, out)
         return self._read(WantedRange(low, high), columns, fields, out)
 
     def take(
@@ -128,7 +130,7 @@ class TableView:
 
     def _check_present(self, ids: Ids) -> None:
         if self._entry.rows is None:
-            missing = ids[~is_in_sorted(ids, self.keys().view(np.int64))]
+            missing = ids[~is_in_sorted(ids, self._live_keys)]
         else:
             missing = ids[(ids < 0) | (ids >= self._entry.rows)]
         if missing.size:
@@ -275,7 +277,7 @@ class Checkpoint:
         """One blob."""
         entry = next((b for b in self._stored.manifest.blobs if b.name == name), None)
         if entry is None:
-            raise InvalidInputError(f"checkpoint {self.sequence} has no blob {name!r}")
+            raise NotFoundError(f"checkpoint {self.sequence} has no blob {name!r}")
         return self._stored.blob(entry)
 
     def load(self, *, tables: Sequence[str] | None = None, out: State | None = None) -> State:
@@ -339,11 +341,11 @@ class Checkpoint:
             A checkpoint on the way is gone; load the whole instead.
         """
         since = other.sequence if isinstance(other, Checkpoint) else other
-        if isinstance(since, bool) or not isinstance(since, int) or not 0 < since <= self.sequence:
+        if isinstance(since, bool) or not isinstance(since, int | np.integer) or not 0 < since <= self.sequence:
             raise InvalidInputError(f"changes since {since!r}: give the number of a checkpoint up to {self.sequence}")
         if isinstance(max_bytes, bool) or max_bytes < 1:
             raise InvalidInputError(f"max_bytes {max_bytes!r}; at least 1")
-        return changes(self._history, self._stored, since, max_bytes)
+        return changes(self._history, self._stored, int(since), max_bytes)
 
     def zarr(self) -> zarr.Group:
         """The checkpoint's arrays as a read-only Zarr group, exactly as they are stored."""

@@ -60,16 +60,8 @@ def open_attempt(store: Store, claim: Claim) -> int:
     return store.put(f"{claim.prefix}/zarr.json", [layout.group_document()])
 
 
-def commit(store: Store, claim: Claim, content: Content, part_lists: Sequence[PartList], group_bytes: int) -> Commit:
-    """Write the manifest, then the commit.
-
-    Raises
-    ------
-    NumberTakenError
-        Another attempt holds the number.
-    StorageError
-        The store failed; whether the commit landed is then unknown only if reading it back failed too.
-    """
+def seal(store: Store, claim: Claim, content: Content, part_lists: Sequence[PartList], group_bytes: int) -> bytes:
+    """Write the manifest and make the attempt durable; return the commit, which is yet to be created."""
     body = _commit_body(claim, content, sum(part.stored_bytes for part in part_lists) + group_bytes)
     data = _manifest_bytes(content, part_lists, body)
     store.put(f"{claim.prefix}/manifest.json", [data])
@@ -78,6 +70,19 @@ def commit(store: Store, claim: Claim, content: Content, part_lists: Sequence[Pa
     document = layout.group_document({**body, "manifest": manifest.as_object(digest)})
     if len(document) > layout.MAX_COMMIT_BYTES:
         raise InvalidInputError(f"the commit takes {len(document)} bytes, more than {layout.MAX_COMMIT_BYTES} (COM-3)")
+    return document
+
+
+def commit(store: Store, claim: Claim, document: bytes) -> Commit:
+    """Create the commit that `seal` returned.
+
+    Raises
+    ------
+    NumberTakenError
+        Another attempt holds the number.
+    StorageError
+        The store failed; whether the commit landed is then unknown only if reading it back failed too.
+    """
     _create(store, claim, document)
     committed = manifest.parse_occupant(document, claim.sequence)
     assert isinstance(committed, Commit)

@@ -10,7 +10,7 @@ from checkrun_format.chain import History
 from checkrun_format.errors import UnsupportedFeatureError
 from checkrun_format.manifest import BlockField, Field, TableEntry
 from checkrun_format.reader import StoredCheckpoint, exact_among
-from checkrun_format.resolver import Piece, live_keys, pieces
+from checkrun_format.resolver import Layers, Piece, live_keys, pieces
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange
 from checkrun_format.writer import Writer
 
@@ -21,8 +21,11 @@ def copy_table(history: History, checkpoint: StoredCheckpoint, name: str, writer
     entry = layers[0][1]
     wanted: Wanted = WantedIds(live_keys(layers)) if entry.rows is None else WantedRange(0, entry.rows)
     fields = {f.name: f for f in entry.fields}
+    exact_rows = dict.fromkeys(fields, 0)
     for piece in pieces(layers, wanted):
         encoded, first_row = _encoded(piece, fields, wanted)
+        for f in encoded.fields:
+            exact_rows[f.layout.name] += f.exact_index.size
         writer.put_encoded(name, encoded, first_row, piece.part.columns)
     return TableEntry(
         name=entry.name,
@@ -31,8 +34,18 @@ def copy_table(history: History, checkpoint: StoredCheckpoint, name: str, writer
         key_dtype=entry.key_dtype,
         rows=entry.rows,
         storage="full",
-        fields=entry.fields,
+        fields=[_retold(f, layers, exact_rows[f.name]) for f in entry.fields],
     )
+
+
+def _retold(field: Field, layers: Layers, exact_rows: int) -> Field:
+    """A field, with what its encoders in all layers together say (5.4)."""
+    told = [f.encoder for _, entry in layers for f in entry.fields if f.name == field.name and f.encoder is not None]
+    if not told:
+        return field
+    bounds = [encoder["error_bound"] for encoder in told if "error_bound" in encoder]
+    encoder = {**told[0], "exact_rows": exact_rows} | ({"error_bound": max(bounds)} if bounds else {})
+    return Field(name=field.name, dtype=field.dtype, columns=field.columns, encoder=encoder)
 
 
 def _encoded(piece: Piece, fields: dict[str, Field], wanted: Wanted) -> tuple[EncodedRows, int]:

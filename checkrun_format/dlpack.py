@@ -63,7 +63,10 @@ def _import(array: object, what: str) -> npt.NDArray[Any]:
 
 
 def _refuse_other_devices(array: Any, what: str) -> None:
-    kind = array.__dlpack_device__()[0]
+    try:
+        kind = array.__dlpack_device__()[0]
+    except Exception as error:
+        raise InvalidInputError(f"{what}: {error}") from error
     if int(kind) not in (1, 3, 11):  # kDLCPU, kDLCUDAHost, kDLROCMHost
         raise InvalidInputError(f"{what} is on a device (DLPack type {int(kind)}): copy it to the CPU first")
 

@@ -40,7 +40,6 @@ def logical(name: str) -> np.dtype[Any]:
     return _NUMPY[name]
 
 
-@functools.lru_cache(maxsize=256)
 def name_of(dtype: npt.DTypeLike) -> str:
     """The logical name of a numpy dtype, whatever its byte order.
 
@@ -49,7 +48,17 @@ def name_of(dtype: npt.DTypeLike) -> str:
     InvalidInputError
         If the format cannot store this dtype.
     """
-    given = np.dtype(dtype)
+    try:
+        given = np.dtype(dtype)
+    except TypeError as error:
+        raise InvalidInputError(f"{dtype!r} is no dtype of numpy") from error
+    if dtype is None:
+        raise InvalidInputError("no dtype is given")
+    return _name_of(given)
+
+
+@functools.lru_cache(maxsize=256)
+def _name_of(given: np.dtype[Any]) -> str:
     name = given.newbyteorder("=").name if given.kind in "iufcb" else given.name
     if _NUMPY.get(name) != given.newbyteorder("="):
         known = ", ".join(sorted(STORED))

@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from checkrun_format import layout, versions
-from checkrun_format.errors import DamagedError
+from checkrun_format.errors import DamagedError, NotARunError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Sequence53 = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_SEQUENCE)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Attempt = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16,64}$")]
-Version = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
+Version = Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$")]
 FieldName = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$")]
 Columns = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Part = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]], msgspec.Meta(min_length=8)]
@@ -284,9 +284,11 @@ def parse_run(data: bytes, place: str = layout.RUN_KEY) -> RunDocument:
 
     Raises
     ------
-    DamagedError, UnsupportedVersionError, UnsupportedFeatureError
-        The document is malformed, of another version, or needs an unknown feature.
+    NotARunError, DamagedError, UnsupportedVersionError, UnsupportedFeatureError
+        It is no such document, malformed, of another version, or needs an unknown feature.
     """
+    if _is_burnt(data) or _is_stranger(data):
+        raise NotARunError(f"{place} is not that of a run")
     body = _checkrun_of(data, place)
     kind = _kind_of(body, place)
     if kind != "run":
@@ -323,14 +325,31 @@ def parse_occupant(data: bytes, sequence: int) -> Commit | Pruned | Burnt:
 
 
 def _is_burnt(data: bytes) -> bool:
+    """Nothing, or the implicit group of a Zarr library."""
     if not data:
         return True
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
         return False
-    attributes = document.get("attributes", {}) if isinstance(document, dict) else None
-    return isinstance(attributes, dict) and "checkrun" not in attributes and "zarr_conventions" not in attributes
+    return (
+        isinstance(document, dict)
+        and document.keys() <= {"zarr_format", "node_type", "consolidated_metadata", "attributes"}
+        and (document.get("zarr_format"), document.get("node_type")) == (3, "group")
+        and not document.get("attributes")
+    )
+
+
+def _is_stranger(data: bytes) -> bool:
+    """A Zarr array, or a group with attributes of others only."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(document, dict) or document.get("zarr_format") != 3:
+        return False
+    attributes = document.get("attributes", {})
+    return isinstance(attributes, dict) and not attributes.keys() & {"checkrun", "zarr_conventions"}
 
 
 def _check_order(commit: Commit, place: str) -> None:
@@ -417,8 +436,10 @@ def _check_parts(document: PartFile, place: str) -> None:
             raise DamagedError(place, f"part {number} has not one column for each field of its block")
         if [offset, deleted_offset] != ends[index] or min(count, deleted_count) < 0 or not 0 <= recent <= 2:
             raise DamagedError(place, f"part {number} does not continue its block (PRT-1)")
-        if count and (first_row == -1) != ("rows" in block.arrays):
+        if (first_row == -1) != ("rows" in block.arrays) and count:
             raise DamagedError(place, f"part {number} lists its rows but its block does not, or the reverse (PRT-2)")
+        if not count and (first_row != -1 or recent or block.rows or block.fields):
+            raise DamagedError(place, f"part {number} has no rows but says more than its tombstones (PRT-2)")
         ends[index] = [offset + count, deleted_offset + deleted_count]
     for number, (block, (rows, deleted)) in enumerate(zip(document.blocks, ends, strict=True)):
         stored = block.arrays["deleted"].shape[0] if "deleted" in block.arrays else 0

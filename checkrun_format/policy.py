@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, SupportsFloat, TypeAlias
 
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
@@ -92,11 +92,14 @@ class BitRule:
 
     def __post_init__(self) -> None:
         if self.bits == "auto":
-            if self.expected_restores is None:
-                raise InvalidInputError("bits='auto' needs expected_restores=")
+            expected: object = self.expected_restores
+            if isinstance(expected, bool) or not isinstance(expected, SupportsFloat) or not float(expected) >= 0:
+                raise InvalidInputError(f"bits='auto' needs expected_restores=, a number from 0 on, not {expected!r}")
             return
         if isinstance(self.bits, Mapping):
             for pattern, value in self.bits.items():
+                if not isinstance(pattern, str):
+                    raise InvalidInputError(f"bits: {pattern!r} is no table name or pattern")
                 _check_field_bits(value, f"bits of tables {pattern!r}")
         else:
             _check_bits(self.bits, "bits")
@@ -131,7 +134,7 @@ class BitRule:
         if table in self.bits:
             return self.bits[table]
         for pattern, value in self.bits.items():
-            if fnmatch.fnmatchcase(table, pattern):
+            if fnmatch.fnmatchcase(table, pattern.replace("[", "[[]")):  # a bracket is an ordinary character
                 return value
         return None
 

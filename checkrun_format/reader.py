@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from checkrun_format import manifest as documents
 from checkrun_format.chunks import ChunkReader
 from checkrun_format.errors import (
     DamagedError,
-    InvalidInputError,
+    NotFoundError,
     TableNotFoundError,
     UnsupportedFeatureError,
 )
@@ -179,7 +180,7 @@ class StoredCheckpoint:
         """A dense tensor, as a new array."""
         entry = next((t for t in self.manifest.tensors if t.name == name), None)
         if entry is None:
-            raise InvalidInputError(f"checkpoint {self.commit.sequence} has no tensor {name!r}")
+            raise NotFoundError(f"checkpoint {self.commit.sequence} has no tensor {name!r}")
         if entry.dtype not in dtypes.STORED:
             raise UnsupportedFeatureError(f"tensor {name!r}: unknown dtype {entry.dtype!r}")
         size = int(np.prod(entry.shape, dtype=object))
@@ -212,7 +213,7 @@ class StoredCheckpoint:
         """The trainer's state, as JSON values."""
         span = self.manifest.extra_blob
         if span is None:
-            return self.manifest.extra
+            return copy.deepcopy(self.manifest.extra)
         try:
             return json.loads(self.blob(span))
         except ValueError as error:

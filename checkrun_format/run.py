@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +14,7 @@ from checkrun_format import layout
 from checkrun_format import policy as policies
 from checkrun_format.chain import History, same_kind
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt
+from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt, seal
 from checkrun_format.compaction import copy_table
 from checkrun_format.errors import (
     CheckpointNotFoundError,
@@ -25,7 +26,7 @@ from checkrun_format.errors import (
     PrunedError,
 )
 from checkrun_format.manifest import Commit, Field, PolicyNote, Problem, TableEntry
-from checkrun_format.planning import Below, TablePlan, plan_table
+from checkrun_format.planning import Below, TablePlan, plan_table, resembles
 from checkrun_format.policy import BitRule, Bits
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.rows import Selection
@@ -38,7 +39,7 @@ from checkrun_format.staging import (
     merged_tables,
     table_entry,
 )
-from checkrun_format.state import State, TableSource, blob_bytes, extra_json, parse_json, table_source, tensor_arrays
+from checkrun_format.state import State, TableSource, blob_bytes, extra_json, parse_json, table_sources, tensor_arrays
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
 from checkrun_format.tracking import Touched, of_ids, stored_by
 from checkrun_format.verify import verify_checkpoint, verify_run
@@ -110,6 +111,15 @@ def _create_run(store: Store) -> None:
             store.create(layout.RUN_KEY, document)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A checkpoint whose state is committed again: over itself, or as a base."""
+
+    target: StoredCheckpoint
+    over: bool
+    note: PolicyNote
+
+
 class Run:
     """One training history; from `open_run`."""
 
@@ -153,9 +163,7 @@ class Run:
         ------
         CheckpointNotFoundError, PrunedError, BurntError, DamagedError
         """
-        if isinstance(sequence, bool) or not isinstance(sequence, int | np.integer):
-            raise InvalidInputError(f"run[{sequence!r}]: give the number of a checkpoint; run.at(step=) finds a step")
-        return Checkpoint(self._history, self._history.get(int(sequence)))
+        return Checkpoint(self._history, self._history.get(_checked_number(sequence, "run[...]")))
 
     def latest(self, default: Any = _REQUIRED, *, skip_damaged: bool = False) -> Any:
         """The latest checkpoint.
@@ -213,8 +221,8 @@ class Run:
         Parameters
         ----------
         state : State
-            All tables and tensors. Rows named by `changed` are remembered until a save commits, whether this one fails
-            or not.
+            All tables and tensors. Rows named by `changed` are remembered until a save commits, also when this one
+            fails; one that is refused (InvalidInputError) counts as never called.
         step : int
         parent : "auto", None, "latest" or a number
             "auto": as the policy decides. None: a base. Else over the latest checkpoint, or one of its chain.
@@ -231,10 +239,10 @@ class Run:
             Earlier checkpoints are untouched, changed rows are kept for the next save.
         """
         self._check_may_save()
-        _check_step(step)
+        step = _checked_step(step)
         if not isinstance(state, State):
             raise InvalidInputError(f"a {type(state).__name__} where a checkrun_format.State belongs")
-        sources = {str(name): table_source(name, table) for name, table in state.tables.items()}
+        sources = table_sources(state.tables)
         tensors, blobs, extra = tensor_arrays(state.tensors), blob_bytes(state.blobs), extra_json(state.extra)
         restores = self._restores()
         plans = {
@@ -252,7 +260,7 @@ class Run:
         origin = self._legal_origin()
         self._check_tables(sources, dropped, origin)
         self._check_parent(parent, origin)
-        self._note(sources, origin)
+        self._note(sources, dropped, origin)
 
         def write(claim: Claim) -> tuple[list[PartList], Content]:
             origin = self._legal_origin()
@@ -275,7 +283,7 @@ class Run:
                 parent=below,
                 predecessor=self._latest,
                 restores=restores,
-                dropped=self._dropped(entries),
+                dropped=self._dropped(entries if origin is not None else ()),
                 extra=parse_json(extra) if inline else None,
                 extra_blob=span,
             )
@@ -294,7 +302,7 @@ class Run:
             As of `save`. Parts of `changed` tables list every row that changed since it: `Save.token["parent"]`.
         """
         self._check_may_save()
-        _check_step(step)
+        step = _checked_step(step)
         if isinstance(writers, bool) or not isinstance(writers, int) or writers < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         origin = self._legal_origin()
@@ -346,24 +354,29 @@ class Run:
         The run has no origin afterwards: restore before the next increment.
         """
         self._check_may_save()
-        target = self._history.get(sequence)
+        target = self._history.get(_checked_number(sequence, "rollback"))
         if self._latest is None:
-            raise InvalidInputError("nothing is committed, there is nothing to go back to")
-        latest = self._history.get(self._latest.sequence)
-        in_chain = any(below.commit.sequence == sequence for below in self._history.chain(latest))
-        reason = f"back to checkpoint {sequence}"
-        if not in_chain:
-            reason += ", which is not in the latest chain: copied"
-        return self._copy(target, over=in_chain, note=PolicyNote(name="rollback", reason=reason), rollback_to=sequence)
+            raise InvalidInputError("nothing was committed when this run was opened; open it anew")
+        back_to = target.commit.sequence
+
+        def choose(latest: StoredCheckpoint) -> Copy:
+            over = any(below.commit.sequence == back_to for below in self._history.chain(latest))
+            reason = f"back to checkpoint {back_to}" + ("" if over else ", which is not in the latest chain: copied")
+            return Copy(target=target, over=over, note=PolicyNote(name="rollback", reason=reason))
+
+        return self._copy(choose, rollback_to=back_to)
 
     def compact(self) -> Checkpoint:
         """Commit the latest state again as one base, without decoding; origin and pending rows move along."""
         self._check_may_save()
         if self._latest is None:
             raise InvalidInputError("nothing is committed, there is nothing to compact")
-        target = self._history.get(self._latest.sequence)
-        note = PolicyNote(name="compact", reason=f"checkpoint {self._latest.sequence} as one base")
-        return self._copy(target, over=False, note=note, rollback_to=None)
+
+        def choose(latest: StoredCheckpoint) -> Copy:
+            note = PolicyNote(name="compact", reason=f"checkpoint {latest.commit.sequence} as one base")
+            return Copy(target=latest, over=False, note=note)
+
+        return self._copy(choose, rollback_to=None)
 
     def take_over(self) -> Checkpoint | None:
         """Commit an unchanged checkpoint, so that another process still writing this run finds its number taken.
@@ -373,9 +386,8 @@ class Run:
         self._check_may_save()
         if self._latest is None:
             return None
-        target = self._history.get(self._latest.sequence)
         note = PolicyNote(name="takeover", reason="unchanged, to fence off a process that may still write")
-        return self._copy(target, over=True, note=note, rollback_to=None)
+        return self._copy(lambda latest: Copy(target=latest, over=True, note=note), rollback_to=None)
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
@@ -444,16 +456,25 @@ class Run:
         if parent not in chain:
             raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {chain}")
 
-    def _note(self, sources: Mapping[str, TableSource], origin: StoredCheckpoint | None) -> None:
-        """Remember what changed, until a save commits."""
+    def _note(
+        self, sources: Mapping[str, TableSource], dropped: Sequence[str], origin: StoredCheckpoint | None
+    ) -> None:
+        """Remember what changed, until a save commits: all of a table that does not continue the origin's."""
         if origin is None:
             return
+        for name in dropped:
+            self._pending[name] = Touched.whole("dense")
         for name, source in sources.items():
-            if not origin.has(name) or origin.entry(name).addressing != source.addressing:
-                self._pending.pop(name, None)
-                continue
-            self._pending.setdefault(name, Touched.nothing(source.addressing)).note(source)
-            self._pending[name].rows.add(source.deleted)
+            entry = origin.entry(name) if origin.has(name) else None
+            noted = Touched.nothing(source.addressing)
+            if entry is None or not resembles(source, entry):
+                noted.everything = True
+            else:
+                noted.note(source)
+                noted.rows.add(np.arange(source.rows, entry.rows or 0))  # gone for now: new if the table grows again
+            if name in self._pending:
+                noted.update(self._pending[name])
+            self._pending[name] = noted
 
     def _decide(
         self, parent: int | str | None, origin: StoredCheckpoint | None
@@ -544,12 +565,13 @@ class Run:
             try:
                 group_bytes = open_attempt(self._store, claim)
                 part_lists, content = write(claim)
+                document = seal(self._store, claim, content, part_lists, group_bytes)
             except BaseException:
                 self._discard(claim)
                 raise
             self._attempts[claim.attempt] = sets_origin
             try:
-                committed = commit(self._store, claim, content, part_lists, group_bytes)
+                committed = commit(self._store, claim, document)
             except NumberTakenError as taken:
                 self._discard(claim)
                 if taken.attempt not in self._attempts:
@@ -573,13 +595,18 @@ class Run:
         """An attempt that was given up has landed after all (HEA-3): its rows stay pending."""
         landed = self._history.get(sequence).commit
         origin = self._legal_origin()
-        self._head, self._latest = sequence, landed
+        self._move_head(landed)
         self._origin = sequence if was_a_save and origin is not None else None
         self._layers = {}
 
-    def _advance(self, committed: Commit, *, sets_origin: bool) -> None:
+    def _move_head(self, committed: Commit) -> None:
+        """Go on from a commit of ours; a restore that it counts is counted."""
+        if committed.restores > (0 if self._latest is None else self._latest.restores):
+            self._restored = False
         self._head, self._latest = committed.sequence, committed
-        self._restored = False
+
+    def _advance(self, committed: Commit, *, sets_origin: bool) -> None:
+        self._move_head(committed)
         self._attempts = {}
         if sets_origin:
             self._origin = committed.sequence
@@ -587,11 +614,13 @@ class Run:
             chain = {below.commit.sequence for below in self._history.chain(self._history.get(committed.sequence))}
             self._layers = {number: rows for number, rows in self._layers.items() if number in chain}
 
-    def _copy(self, target: StoredCheckpoint, *, over: bool, note: PolicyNote, rollback_to: int | None) -> Checkpoint:
+    def _copy(self, choose: Callable[[StoredCheckpoint], Copy], *, rollback_to: int | None) -> Checkpoint:
         """Commit the state of a checkpoint again: over it, all unchanged; or copied as a base (RBK-1, CMP-1)."""
-        continues = self._legal_origin() is not None and rollback_to is None
 
         def write(claim: Claim) -> tuple[list[PartList], Content]:
+            assert self._latest is not None
+            chosen = choose(self._history.get(self._latest.sequence))
+            target, over = chosen.target, chosen.over
             writer = Writer(self._store, claim.prefix, 0, chunk_bytes=self._chunk_bytes)
             names = [entry.name for entry in target.manifest.tables]
             if over:
@@ -606,7 +635,7 @@ class Run:
             return [writer.finish()], Content(
                 step=target.commit.step,
                 tables=entries,
-                policy=note,
+                policy=chosen.note,
                 parent=target if over else None,
                 predecessor=self._latest,
                 rollback_to=rollback_to,
@@ -616,11 +645,10 @@ class Run:
                 extra_blob=None if span is None else writer.put_span(target.blob(span)),
             )
 
-        pending, restored = self._pending, self._restored
         checkpoint = self._commit(write, sets_origin=False)
-        self._restored = restored and rollback_to is None
+        continues = rollback_to is None and self._origin == checkpoint.commit.predecessor
         self._origin = checkpoint.sequence if continues else None
-        self._pending = pending if continues else {}
+        self._pending = self._pending if continues else {}
         self._layers = {}
         return checkpoint
 
@@ -654,23 +682,18 @@ class Run:
         if len(data) > layout.MAX_INLINE_EXTRA:
             raise InvalidInputError(f"extra takes {len(data)} bytes; in a save by several writers put it in a blob")
         check_objects(self._store, claim, part_lists)
+        told = Content(
+            step=step,
+            tables=entries,
+            policy=note,
+            parent=below,
+            predecessor=self._latest,
+            restores=self._restores(),
+            dropped=self._dropped(entries),
+            extra=parse_json(data),
+        )
         try:
-            committed = commit(
-                self._store,
-                claim,
-                Content(
-                    step=step,
-                    tables=entries,
-                    policy=note,
-                    parent=below,
-                    predecessor=self._latest,
-                    restores=self._restores(),
-                    dropped=self._dropped(entries),
-                    extra=parse_json(data),
-                ),
-                part_lists,
-                group_bytes,
-            )
+            committed = commit(self._store, claim, seal(self._store, claim, told, part_lists, group_bytes))
         except NumberTakenError as taken:
             self._lost = str(lost_to(claim, taken))
             raise lost_to(claim, taken) from taken
@@ -706,11 +729,18 @@ def _checked_policy(name: object) -> str:
     return policies.check_policy(name)
 
 
-def _check_step(step: object) -> None:
-    if step is not None and (
-        isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= int(step) < 2**63
-    ):
+def _checked_step(step: object) -> int | None:
+    if step is None:
+        return None
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= int(step) < 2**63:
         raise InvalidInputError(f"step {step!r}; a number from 0 on, or None")
+    return int(step)
+
+
+def _checked_number(sequence: object, call: str) -> int:
+    if isinstance(sequence, bool) or not isinstance(sequence, int | np.integer):
+        raise InvalidInputError(f"{call}: {sequence!r} is not the number of a checkpoint; run.at(step=) finds a step")
+    return int(sequence)
 
 
 def _size(commit_record: Commit) -> int:

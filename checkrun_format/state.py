@@ -89,7 +89,7 @@ class Table:
         bits: int | Mapping[str, int | None] | Inherit | None = INHERIT,
         store_as: Mapping[str, str] | None = None,
     ) -> None:
-        self.fields = dict(fields)
+        self.fields = _as_dict(fields, "fields of a table")
         self.changed = changed
         self.keys = keys
         self.deleted = deleted
@@ -123,7 +123,7 @@ class Table:
             Number of rows of a dense table; or else `keys`.
         """
         table = cls({}, changed=changed, keys=keys, deleted=deleted, bits=bits, store_as=store_as)
-        table.function = Function(fetch=fetch, rows=rows, fields=dict(fields))
+        table.function = Function(fetch=fetch, rows=rows, fields=_as_dict(fields, "fields of a table"))
         return table
 
     def __getitem__(self, name: str) -> Any:
@@ -178,6 +178,18 @@ class TableSource:
     def addressing(self) -> str:
         """`dense` or `keyed`."""
         return "dense" if self.keys is None else "keyed"
+
+
+def _as_dict(given: object, what: str) -> dict[Any, Any]:
+    try:
+        return dict(given)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"{what}: a {type(given).__name__} where a mapping belongs") from error
+
+
+def table_sources(tables: Mapping[str, Table]) -> dict[str, TableSource]:
+    """Check all tables of a state; by name."""
+    return {str(name): table_source(name, table) for name, table in _as_dict(tables, "tables").items()}
 
 
 def table_source(name: object, table: object) -> TableSource:
@@ -291,7 +303,10 @@ def _spec_given(table: str, name: str, spec: object) -> FieldSpec:
     dtype, columns = spec
     if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 1):
         raise InvalidInputError(f"table {table!r}, field {name!r}: columns {columns!r}; give None or at least 1")
-    known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
+    try:
+        known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"table {table!r}, field {name!r}: {error}") from error
     return FieldSpec(name=name, dtype=known, columns=columns)
 
 
@@ -336,7 +351,7 @@ def _changed(
     if changed is None or isinstance(changed, All):
         return changed
     what = f"table {name!r}, changed"
-    given = dlpack.to_numpy(sorted(changed) if isinstance(changed, set | frozenset) else changed, what)
+    given = dlpack.to_numpy(list(changed) if isinstance(changed, set | frozenset) else changed, what)
     if given.dtype == np.bool_:
         return _from_mask(given, what, rows, keys, order)
     ids = sorted_ids(given, what)
@@ -363,30 +378,31 @@ def _deleted(name: str, table: Table, keys: Ids | None) -> Ids:
 
 def _store_as(name: str, given: Mapping[str, str] | None, fields: Iterable[FieldSpec]) -> Mapping[str, str]:
     by_name = {spec.name: spec for spec in fields}
-    for field_name, dtype in (given or {}).items():
+    chosen = _as_dict(given or {}, f"table {name!r}, store_as")
+    for field_name, dtype in chosen.items():
         what = f"table {name!r}, store_as {field_name!r}"
         if field_name not in by_name:
             raise InvalidInputError(f"{what}: the table has no such field")
         if dtype not in ("float16", "bfloat16") or by_name[field_name].dtype != "float32":
             raise InvalidInputError(f"{what}: a float32 field can be stored as 'float16' or 'bfloat16', not {dtype!r}")
-    return dict(given or {})
+    return chosen
 
 
 def tensor_arrays(tensors: Mapping[str, ArrayLike]) -> dict[str, npt.NDArray[Any]]:
     """The dense tensors as numpy arrays."""
-    if not isinstance(tensors, Mapping):
-        raise InvalidInputError(f"tensors: a {type(tensors).__name__} where a mapping belongs")
     return {
-        layout.check_name(name, "tensor"): dlpack.to_numpy(value, f"tensor {name!r}") for name, value in tensors.items()
+        layout.check_name(name, "tensor"): dlpack.to_numpy(value, f"tensor {name!r}")
+        for name, value in _as_dict(tensors, "tensors").items()
     }
 
 
 def blob_bytes(blobs: Mapping[str, bytes]) -> dict[str, bytes]:
     """The blobs as bytes."""
-    for name, value in blobs.items():
+    given = _as_dict(blobs, "blobs")
+    for name, value in given.items():
         if not isinstance(value, bytes | bytearray | memoryview):
             raise InvalidInputError(f"blob {name!r}: a {type(value).__name__} where bytes belong")
-    return {layout.check_name(name, "blob"): bytes(value) for name, value in blobs.items()}
+    return {layout.check_name(name, "blob"): bytes(value) for name, value in given.items()}
 
 
 def extra_json(extra: object) -> bytes:

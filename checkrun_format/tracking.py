@@ -39,6 +39,7 @@ class Touched:
             self.everything = True
         elif source.changed is not None:
             self.rows.add(source.changed)
+        self.rows.add(source.deleted)
         self.deleted.add(source.deleted)
 
     def update(self, other: Touched) -> None:

@@ -362,7 +362,7 @@ def _member(part: PartSource, count: int, columns: Sequence[int]) -> Member:
         first_row=part.first_row if count else -1,
         count=count,
         columns=columns,
-        recent=part.recent,
+        recent=part.recent if count else False,
         deleted=part.deleted,
     )
 

@@ -90,17 +90,16 @@ def decode_affine(codes: U8, qparams: Array, bits: int, columns: int, out: Array
             out[piece] = _affine(unpack(codes[piece], bits, columns), qparams[piece])
 
 
-def nearest_codes(values: F32, qparams: Array, bits: int, skipped: npt.NDArray[np.bool_]) -> U8:
+def nearest_codes(values: F32, qparams: Array, bits: int) -> U8:
     """The code whose value is nearest to each of `values` (n, columns): uint8 (n, columns).
 
-    Rows with scale 0, and the `skipped` (n,), get codes 0; the others must be finite, with finite qparams.
+    Rows with scale 0 get codes 0. Where a value or its qparams are not finite, the code means nothing.
     """
     scale, bias = _widened(qparams)
     steps = values - bias[:, None]
     steps /= np.where(scale == 0, np.float32(np.inf), scale)[:, None]
     np.rint(steps, out=steps)
     np.clip(steps, 0, (1 << bits) - 1, out=steps)
-    steps[skipped] = 0
     return steps.astype(np.uint8)
 
 

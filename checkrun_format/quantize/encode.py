@@ -164,9 +164,13 @@ def _fill(codes: U8, job: _Job, qparams_dtype: str, *, may_widen: bool) -> tuple
 def _rows_of(piece: Array) -> _Rows:
     values = np.ascontiguousarray(piece, dtype=np.float32)
     if values.shape[1] > _WIDEST_TRANSPOSED:
-        return _Rows(values=values, low=values.min(axis=1), high=values.max(axis=1))
-    across = np.ascontiguousarray(values.T)  # reducing short rows one by one is up to ten times slower
-    return _Rows(values=values, low=across.min(axis=0), high=across.max(axis=0))
+        low, high = values.min(axis=1), values.max(axis=1)
+    else:  # reducing short rows one by one is up to ten times slower
+        across = np.ascontiguousarray(values.T)
+        low, high = across.min(axis=0), across.max(axis=0)
+    low += np.float32(0)  # makes +0.0 of -0.0: which of a row's zeros is taken depends on the layout of memory
+    high += np.float32(0)
+    return _Rows(values=values, low=low, high=high)
 
 
 def _encoded(rows: _Rows, job: _Job, qparams_dtype: str) -> tuple[U8, Array, Mask]:

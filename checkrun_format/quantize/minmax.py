@@ -26,7 +26,7 @@ def minmax(values: F32, low: F32, high: F32, bits: int, qparams_dtype: str) -> t
     values : float32 array (n, columns)
         Rows in one run of memory.
     low, high : float32 arrays (n,)
-        The extremes of each row; NaN if it has one.
+        The extremes of each row; NaN if it has one. Zeros are +0.0.
     bits : int
         1 to 8.
     qparams_dtype : str
@@ -51,9 +51,9 @@ def minmax(values: F32, low: F32, high: F32, bits: int, qparams_dtype: str) -> t
     step = (high.astype(np.float64) - low) / ((1 << bits) - 1)
     qparams = np.empty((len(values), 2), qparams_dtype)
     qparams[:, 0] = step if qparams_dtype == "float16" else _shortened(step)
-    qparams[:, 1] = low + np.float32(0)  # -0.0 becomes +0.0, so that the order of a row's zeros does not matter
+    qparams[:, 1] = low
     exact = ~(reach(low, high, qparams, bits) <= TOLERANCE * step)
-    return nearest_codes(values, qparams, bits, exact), qparams, exact
+    return nearest_codes(values, qparams, bits), qparams, exact
 
 
 def _shortened(step: F64) -> F64:

@@ -67,6 +67,7 @@ class LocalStore(Store):
     def replace(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with _storage_errors(path):
+            self._make_folder(os.path.dirname(path))
             temporary = self._write_temporary(path, data)
             try:
                 os.replace(temporary, path)
