@@ -132,9 +132,9 @@ class History:
             The chain is broken.
         """
         sequence = checkpoint.commit.parent
-        return None if sequence is None else self._below(checkpoint, sequence, checkpoint.manifest.parent_sha256)
-
-    def _below(self, checkpoint: StoredCheckpoint, sequence: int, sha256: str | None) -> StoredCheckpoint:
+        if sequence is None:
+            return None
+        sha256 = checkpoint.manifest.parent_sha256
         try:
             below = self.get(sequence)
         except (CheckpointNotFoundError, BurntError) as error:
@@ -142,9 +142,7 @@ class History:
             raise DamagedError(place, f"missing, but checkpoint {checkpoint.commit.sequence} needs it") from error
         except PrunedError as error:
             raise PrunedError(f"{error}, but checkpoint {checkpoint.commit.sequence} needs it") from error
-        if below.commit.manifest.sha256 != sha256:
-            place = layout.commit_key(sequence)
-            raise DamagedError(place, f"not the one that checkpoint {checkpoint.commit.sequence} was laid over (MAN-2)")
+        _check_meant(below, checkpoint, sha256)
         return below
 
     def chain(self, checkpoint: StoredCheckpoint) -> Iterator[StoredCheckpoint]:
@@ -197,13 +195,22 @@ class History:
                     f"checkpoint {stop} is not among the predecessors of {checkpoint.commit.sequence}: "
                     "what changed since is unknown; load the checkpoint as a whole"
                 )
+            above, sha256 = below, below.manifest.predecessor_sha256
             try:
-                below = self._below(below, number, below.manifest.predecessor_sha256)
-            except (PrunedError, DamagedError) as error:
+                below = self.get(number)
+            except (PrunedError, BurntError, CheckpointNotFoundError) as error:
                 raise HistoryPrunedError(
                     f"what changed between {stop} and {checkpoint.commit.sequence} is unknown: {error}; "
                     "load the checkpoint as a whole"
                 ) from error
+            _check_meant(below, above, sha256)
+
+
+def _check_meant(below: StoredCheckpoint, checkpoint: StoredCheckpoint, sha256: str | None) -> None:
+    """Refuse a checkpoint that is not the one over which, or after which, another was made (MAN-2)."""
+    if below.commit.manifest.sha256 != sha256:
+        place, above = layout.commit_key(below.commit.sequence), checkpoint.commit.sequence
+        raise DamagedError(place, f"not the one that checkpoint {above} was laid over (MAN-2)")
 
 
 def same_kind(one: TableEntry, other: TableEntry) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,10 +94,8 @@ class _Walk:
         for entry in layer.manifest.tables:
             if entry.storage != "unchanged":
                 self._collect(layer, layer.entry(entry.name))
-        if layer.commit.rollback_to is not None and layer.commit.predecessor is not None:
-            for undone in self._history.predecessors(
-                self._history.get(layer.commit.predecessor), layer.commit.rollback_to
-            ):
+        if layer.commit.rollback_to is not None:
+            for undone in itertools.islice(self._history.predecessors(layer, layer.commit.rollback_to), 1, None):
                 self._compare(layer, undone)
                 self.visit(undone)
 

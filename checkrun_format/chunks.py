@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes, layout
-from checkrun_format.errors import DamagedError, UnsupportedFeatureError
-from checkrun_format.manifest import ArrayEntry
+from checkrun_format.errors import DamagedError, PrunedError, UnsupportedFeatureError
+from checkrun_format.manifest import ArrayEntry, Pruned, parse_occupant
 from checkrun_format.stores import Buffer, Store
 
 _CHECKSUM = 4
@@ -47,18 +47,36 @@ def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> list[Buffer]:
     return [payload, padding, checksum.to_bytes(_CHECKSUM, "little")]
 
 
-def decode(data: bytes | None, entry: ArrayEntry, index: int, place: str) -> npt.NDArray[Any]:
+def required(store: Store, key: str) -> bytes:
+    """An object of a checkpoint.
+
+    Raises
+    ------
+    PrunedError
+        It is gone, and so is its checkpoint (PRU-1).
+    DamagedError
+        It is missing (ZAR-4).
+    """
+    data = store.get(key)
+    if data is not None:
+        return data
+    sequence = layout.parse_folder(key.partition("/")[0])
+    marker = None if sequence is None else store.get(layout.commit_key(sequence))
+    if sequence is not None and marker is not None and isinstance(parse_occupant(marker, sequence), Pruned):
+        raise PrunedError(f"checkpoint {sequence} was pruned")
+    raise DamagedError(key, "the object is missing")
+
+
+def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArray[Any]:
     """The rows of one chunk, read-only, those beyond the array's end cut off.
 
     Raises
     ------
     DamagedError
-        The object is missing, truncated or altered (ZAR-3, ZAR-4).
+        The object is truncated or altered (ZAR-3, ZAR-4).
     UnsupportedFeatureError
         An unknown compression.
     """
-    if data is None:
-        raise DamagedError(place, "the object is missing")
     payload = np.frombuffer(data, np.uint8)[:-_CHECKSUM]
     if len(data) < _CHECKSUM or google_crc32c.value(payload) != int.from_bytes(data[-_CHECKSUM:], "little"):
         raise DamagedError(place, "its CRC-32C does not match: the object is truncated or altered")
@@ -120,15 +138,15 @@ class ChunkReader:
         self._lock = threading.Lock()
 
     def chunk(self, array_key: str, entry: ArrayEntry, index: int, *, shared: bool) -> npt.NDArray[Any]:
-        """Chunk `index` of the array at `array_key`; errors as for `decode`."""
+        """Chunk `index` of the array at `array_key`; errors as of `required` and `decode`."""
         key = f"{array_key}/{layout.chunk_name(index, len(entry.shape))}"
         if not shared:
-            return decode(self._store.get(key), entry, index, key)
+            return decode(required(self._store, key), entry, index, key)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        values = decode(self._store.get(key), entry, index, key)
+        values = decode(required(self._store, key), entry, index, key)
         with self._lock:
             self._kept[key] = values
             while sum(kept.nbytes for kept in self._kept.values()) > self._cache_bytes:

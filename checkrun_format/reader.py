@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes, layout, packing, quantize, versions
 from checkrun_format import manifest as documents
-from checkrun_format.chunks import ChunkReader
+from checkrun_format.chunks import ChunkReader, required
 from checkrun_format.errors import (
     DamagedError,
     NotFoundError,
@@ -72,9 +72,7 @@ class StoredCheckpoint:
     def manifest(self) -> documents.Manifest:
         """The manifest, checked against the commit (MAN-1)."""
         place = self.place("manifest.json")
-        data = self.store.get(place)
-        if data is None:
-            raise DamagedError(place, "the object is missing")
+        data = required(self.store, place)
         documents.check_digest(data, self.commit.manifest, place)
         document = documents.parse_manifest(data, place)
         if document.commit != self._commit_object:
@@ -115,9 +113,7 @@ class StoredCheckpoint:
 
     def _read_part_file(self, writer: int) -> PartFile:
         place = self.place(layout.part_file(writer))
-        data = self.store.get(place)
-        if data is None:
-            raise DamagedError(place, "the object is missing")
+        data = required(self.store, place)
         documents.check_digest(data, self.manifest.writers[writer], place)
         document = documents.parse_parts(data, place)
         if (document.writer, document.attempt) != (writer, self.commit.attempt):

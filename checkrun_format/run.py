@@ -102,7 +102,7 @@ def _create_run(store: Store) -> None:
     """Create the run document if there is none (RUN-1)."""
     if store.get(layout.RUN_KEY) is None:
         strangers = [name for name in store.folders() or () if not name.startswith(".")]
-        if strangers:
+        if strangers and store.get(layout.RUN_KEY) is None:
             raise NotARunError(
                 f"{store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty folder"
             )
@@ -673,6 +673,8 @@ class Run:
         """Check what the writers of a staged save stored, and commit it."""
         step, note, below, unchanged, dropped, extra = content
         self._check_may_save()
+        if claim.sequence != self._head + 1:
+            raise InvalidInputError(f"checkpoint {self._head} was committed since this save began: begin it anew")
         statistics = merged_statistics(part_lists)
         entries = [table_entry(told, statistics.get(told["name"], {})) for told in merged_tables(part_lists)]
         entries += [self._unchanged_entry(name, below, entries) for name in unchanged]
@@ -695,6 +697,12 @@ class Run:
         try:
             committed = commit(self._store, claim, seal(self._store, claim, told, part_lists, group_bytes))
         except NumberTakenError as taken:
+            if taken.attempt in self._attempts:
+                self._adopt(claim.sequence, was_a_save=self._attempts[taken.attempt])
+                raise ConcurrentCommitError(
+                    f"number {claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
+                    "begin the save anew"
+                ) from taken
             self._lost = str(lost_to(claim, taken))
             raise lost_to(claim, taken) from taken
         self._layers = {}
