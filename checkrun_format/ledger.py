@@ -1,0 +1,199 @@
+"""What a writer knows of the run it writes: head, latest checkpoint, origin, and what changed since (FORMAT.md 9.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from checkrun_format.chain import History, same_kind
+from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError, PrunedError
+from checkrun_format.manifest import Commit, TableEntry
+from checkrun_format.planning import Below, resembles
+from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.state import TableSource
+from checkrun_format.tracking import Touched, stored_by
+
+
+class Ledger:
+    """A writer's books.
+
+    Attributes
+    ----------
+    head : int
+        The expected head (HEA-1).
+    latest : Commit or None
+        The latest checkpoint: the predecessor of the next.
+    origin : int or None
+        The checkpoint that the trainer's state equals, apart from `pending`.
+    pending : dict
+        For each table, the rows changed since the origin that no save has committed.
+    attempts : dict
+        Attempts of this writer that may have landed unseen, and whether each was a save of the trainer's state.
+    restored : bool
+        A restore waits to be counted by the next commit.
+    lost : str or None
+        Why this writer may not save any more.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.head = history.head()
+        latest = history.latest(skip_damaged=True)
+        self.latest: Commit | None = None if latest is None else history.get(latest).commit
+        self.origin: int | None = None
+        self.pending: dict[str, Touched] = {}
+        self.attempts: dict[str, bool] = {}
+        self.restored = False
+        self.lost: str | None = None
+        self._layers: dict[int, dict[str, Touched]] = {}
+
+    # What may be laid over what ---------------------------------------------------------------------------------------
+
+    def check_may_save(self) -> None:
+        """Refuse a writer that lost its number to another."""
+        if self.lost is not None:
+            raise ConcurrentCommitError(f"this Run may not save any more: {self.lost}")
+
+    def legal_origin(self) -> StoredCheckpoint | None:
+        """The origin, if it is the latest checkpoint (HEA-2)."""
+        if self.origin is None or self.latest is None or self.origin != self.latest.sequence:
+            return None
+        return self._history.get(self.origin)
+
+    def restores(self) -> int:
+        """The count of restores that the next commit carries (5.2)."""
+        before = 0 if self.latest is None else self.latest.restores
+        return before + (1 if self.restored else 0)
+
+    def latest_tables(self) -> list[TableEntry]:
+        """Tables of the latest checkpoint; none if they cannot be read (then the save is a base)."""
+        if self.latest is None:
+            return []
+        try:
+            return self._history.get(self.latest.sequence).manifest.tables
+        except (DamagedError, PrunedError):
+            return []
+
+    def dropped(self, entries: Sequence[TableEntry]) -> list[str]:
+        """Tables of the predecessor that these entries do not continue (5.4)."""
+        ours = {entry.name: entry for entry in entries}
+        before = self.latest_tables()
+        return [entry.name for entry in before if entry.name not in ours or not same_kind(entry, ours[entry.name])]
+
+    def check_tables(self, sources: Mapping[str, TableSource], dropped: Sequence[str]) -> None:
+        """Refuse a state that forgets a table, or what changed in one."""
+        known = {entry.name for entry in self.latest_tables()}
+        wrong = [name for name in dropped if name in sources or name not in known]
+        if wrong:
+            where = "is in the state" if wrong[0] in sources else "is not in the latest checkpoint"
+            raise InvalidInputError(f"dropped: table {wrong[0]!r} {where}")
+        forgotten = sorted(known - set(sources) - set(dropped))
+        if forgotten:
+            raise InvalidInputError(
+                f"table {forgotten[0]!r} of the latest checkpoint is not in the state; if it is gone for good, name it "
+                f"in dropped=[...] ({len(forgotten)} such tables in all)"
+            )
+        origin = self.legal_origin()
+        for name, source in sources.items():
+            if origin is not None and origin.has(name) and source.changed is None:
+                raise InvalidInputError(
+                    f"table {name!r} has been saved before: give changed= (row ids, a mask, or checkrun_format.ALL)"
+                )
+
+    def increments(self, base: Commit) -> list[Commit]:
+        """The commits of the increments since a base, oldest first."""
+        found = []
+        below = self.latest
+        while below is not None and below.sequence > base.sequence:
+            if below.parent is not None:
+                found.append(below)
+            number = below.predecessor
+            try:
+                below = None if number is None else self._history.get(number).commit
+            except CheckrunError:
+                break  # pruned or damaged: what is left of the history decides
+        return found[::-1]
+
+    # What changed -----------------------------------------------------------------------------------------------------
+
+    def note(self, sources: Mapping[str, TableSource], dropped: Sequence[str]) -> None:
+        """Remember what changed, until a save commits: all of a table that does not continue the origin's."""
+        origin = self.legal_origin()
+        if origin is None:
+            return
+        for name in dropped:
+            self.pending[name] = Touched.whole("dense")
+        for name, source in sources.items():
+            entry = origin.entry(name) if origin.has(name) else None
+            noted = Touched.nothing(source.addressing)
+            if entry is None or not resembles(source, entry):
+                noted.everything = True
+            else:
+                noted.note(source)
+                noted.rows.add(np.arange(source.rows, entry.rows or 0))  # gone for now: new if the table grows again
+            if name in self.pending:
+                noted.update(self.pending[name])
+            self.pending[name] = noted
+
+    def below(self, source: TableSource, parent: StoredCheckpoint | None) -> Below | None:
+        """What a table would be laid over; None without an origin."""
+        origin, name = self.legal_origin(), source.name
+        if origin is None:
+            return None
+        in_origin = origin.entry(name) if origin.has(name) else None
+        in_parent = parent.entry(name) if parent is not None and parent.has(name) else None
+        since = Touched.nothing(source.addressing)
+        if in_parent is not None and parent is not None:
+            since = self._since(source, origin, parent)
+        pending = self.pending.get(name, Touched.nothing(source.addressing))
+        return Below(parent=in_parent, origin=in_origin, since_parent=since, pending=pending)
+
+    def _since(self, source: TableSource, origin: StoredCheckpoint, parent: StoredCheckpoint) -> Touched:
+        """The rows that the layers above the parent hold: those in which the origin may differ from it."""
+        touched = Touched.nothing(source.addressing)
+        for layer in self._history.chain(origin):
+            if layer.commit.sequence == parent.commit.sequence or touched.everything:
+                break
+            known = self._layers.setdefault(layer.commit.sequence, {})
+            if source.name not in known:
+                has = layer.has(source.name)
+                known[source.name] = stored_by(layer, source.name) if has else Touched.whole(source.addressing)
+            touched.update(known[source.name])
+        return touched
+
+    # What happened ----------------------------------------------------------------------------------------------------
+
+    def restored_from(self, sequence: int) -> None:
+        """The trainer's state now equals a checkpoint."""
+        self.origin, self.pending, self._layers, self.restored = sequence, {}, {}, True
+
+    def saved(self, committed: Commit, stored: Mapping[str, Touched] | None = None) -> None:
+        """The trainer's state was committed; `stored` are the rows that the checkpoint holds, if they are at hand."""
+        self._move_head(committed)
+        self.origin, self.pending, self.attempts = committed.sequence, {}, {}
+        if stored is not None:
+            self._layers[committed.sequence] = dict(stored)
+        chain = {below.commit.sequence for below in self._history.chain(self._history.get(committed.sequence))}
+        self._layers = {number: rows for number, rows in self._layers.items() if number in chain}
+
+    def copied(self, committed: Commit) -> None:
+        """A checkpoint was committed again: the origin moves along, unless it was rolled back (RBK-2, CMP-1)."""
+        continues = committed.rollback_to is None and self.origin == committed.predecessor
+        self._move_head(committed)
+        self.origin = committed.sequence if continues else None
+        self.pending = self.pending if continues else {}
+        self.attempts, self._layers = {}, {}
+
+    def landed(self, committed: Commit) -> None:
+        """An attempt that was given up has landed after all (HEA-3): its rows stay pending."""
+        continues = self.attempts[committed.attempt] and self.legal_origin() is not None
+        self._move_head(committed)
+        self.origin = committed.sequence if continues else None
+        self._layers = {}
+
+    def _move_head(self, committed: Commit) -> None:
+        """Go on from a commit of ours; a restore that it counts is counted."""
+        if committed.restores > (0 if self.latest is None else self.latest.restores):
+            self.restored = False
+        self.head, self.latest = committed.sequence, committed

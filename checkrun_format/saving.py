@@ -1,0 +1,462 @@
+"""Turning a state, or a stored checkpoint, into the next checkpoint of a run (FORMAT.md 9.1, 9.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from checkrun_format import layout
+from checkrun_format import policy as policies
+from checkrun_format.blocks import FieldPlan
+from checkrun_format.chain import History, same_kind
+from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt, seal
+from checkrun_format.compaction import copy_table
+from checkrun_format.errors import CheckrunError, ConcurrentCommitError, InvalidInputError
+from checkrun_format.ledger import Ledger
+from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry
+from checkrun_format.planning import TablePlan, plan_table
+from checkrun_format.policy import BitRule
+from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.rows import Selection
+from checkrun_format.staging import (
+    Save,
+    Token,
+    check_coverage,
+    field_plans,
+    merged_statistics,
+    merged_tables,
+    table_entry,
+)
+from checkrun_format.state import State, TableSource, blob_bytes, extra_json, parse_json, table_sources, tensor_arrays
+from checkrun_format.stores import Store
+from checkrun_format.tracking import Touched, of_ids
+from checkrun_format.writer import PartList, PartSource, Writer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a run is written."""
+
+    policy: str
+    rule: BitRule
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A checkpoint whose state is committed again: over itself, or as a base."""
+
+    target: StoredCheckpoint
+    over: bool
+    note: PolicyNote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A state, checked: everything that can be refused has been."""
+
+    step: int | None
+    sources: Mapping[str, TableSource]
+    plans: Mapping[str, Sequence[FieldPlan]]
+    tensors: Mapping[str, np.ndarray[Any, Any]]
+    blobs: Mapping[str, bytes]
+    extra: bytes
+    parent: int | str | None
+
+
+class Saver:
+    """Commits checkpoints of one run, one after another."""
+
+    def __init__(self, store: Store, history: History, options: Options) -> None:
+        self._store = store
+        self._history = history
+        self._options = options
+        self.ledger = Ledger(history)
+
+    # A trainer's state ------------------------------------------------------------------------------------------------
+
+    def save(self, state: State, step: object, parent: int | str | None, dropped: Sequence[str]) -> Commit:
+        """Save a state; see `Run.save`."""
+        self.ledger.check_may_save()
+        prepared = self._prepare(state, step, parent)
+        self.ledger.check_tables(prepared.sources, dropped)
+        self._check_parent(parent)
+        self.ledger.note(prepared.sources, dropped)
+        stored: dict[str, Touched] = {}
+        committed = self._commit(lambda claim: self._write(claim, prepared, stored), is_save=True)
+        self.ledger.saved(committed, stored)
+        return committed
+
+    def _prepare(self, state: State, step: object, parent: int | str | None) -> Prepared:
+        if not isinstance(state, State):
+            raise InvalidInputError(f"a {type(state).__name__} where a checkrun_format.State belongs")
+        sources = table_sources(state.tables)
+        return Prepared(
+            step=checked_step(step),
+            sources=sources,
+            plans={name: self._plans(source) for name, source in sources.items()},
+            tensors=tensor_arrays(state.tensors),
+            blobs=blob_bytes(state.blobs),
+            extra=extra_json(state.extra),
+            parent=parent,
+        )
+
+    def _plans(self, source: TableSource) -> list[FieldPlan]:
+        return field_plans(
+            source.name,
+            source.fields,
+            {},
+            rule=self._options.rule,
+            bits=source.bits,
+            store_as=source.store_as,
+            restores=self.ledger.restores(),
+        )
+
+    def _write(self, claim: Claim, prepared: Prepared, stored: dict[str, Touched]) -> tuple[list[PartList], Content]:
+        """Write all objects of a state; note in `stored` which rows they are."""
+        below, note = self._decide(prepared.parent)
+        writer = self._writer(claim)
+        entries = []
+        for name, source in prepared.sources.items():
+            plan = plan_table(source, self.ledger.below(source, below))
+            writer.put_part(_part_source(source, plan, prepared.plans[name]))
+            entries.append(_entry(source, plan))
+            stored[name] = _touched(source, plan)
+        for name, values in prepared.tensors.items():
+            writer.put_tensor(name, values)
+        for name, data in prepared.blobs.items():
+            writer.put_blob(name, data)
+        inline = len(prepared.extra) <= layout.MAX_INLINE_EXTRA
+        span = None if inline else writer.put_span(prepared.extra)
+        part_list = writer.finish()
+        statistics = merged_statistics([part_list])
+        return [part_list], Content(
+            step=prepared.step,
+            tables=[_told(entry, statistics.get(entry.name, {})) for entry in entries],
+            policy=note,
+            parent=below,
+            predecessor=self.ledger.latest,
+            restores=self.ledger.restores(),
+            dropped=self.ledger.dropped(entries if self.ledger.legal_origin() is not None else ()),
+            extra=parse_json(prepared.extra) if inline else None,
+            extra_blob=span,
+        )
+
+    def _writer(self, claim: Claim) -> Writer:
+        return Writer(self._store, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
+
+    # Over which checkpoint --------------------------------------------------------------------------------------------
+
+    def _check_parent(self, parent: int | str | None) -> None:
+        if parent is None or parent == "auto":
+            return
+        origin = self.ledger.legal_origin()
+        if origin is None:
+            raise InvalidInputError(
+                f"parent={parent!r}: this Run's state does not stem from the latest checkpoint; restore it first, or "
+                "save a base"
+            )
+        chain = [below.commit.sequence for below in self._history.chain(origin)]
+        if parent != "latest" and parent not in chain:
+            raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {chain}")
+
+    def _decide(self, parent: int | str | None) -> tuple[StoredCheckpoint | None, PolicyNote]:
+        """Over which checkpoint to save, and why."""
+        origin, policy = self.ledger.legal_origin(), self._options.policy
+        if origin is None:
+            first = self.ledger.latest is None
+            why = "nothing is committed" if first else "this Run does not continue the latest checkpoint"
+            return None, PolicyNote(name=policy, reason=f"a base: {why}")
+        if parent is None:
+            return None, PolicyNote(name="caller", reason="a base, as the caller said")
+        chain = list(self._history.chain(origin))
+        if parent != "auto":
+            number = origin.commit.sequence if parent == "latest" else int(parent)
+            below = next(layer for layer in chain if layer.commit.sequence == number)
+            return below, PolicyNote(name="caller", reason=f"over checkpoint {number}, as the caller said")
+        base = chain[-1]
+        sizes = [_size(increment) for increment in self.ledger.increments(base.commit)]
+        decision = policies.decide(policy, _size(base.commit), sizes)
+        chosen = {None: None, "base": base, "latest": origin}[decision.parent]
+        return chosen, PolicyNote(name=policy, reason=decision.reason)
+
+    # A stored checkpoint again ----------------------------------------------------------------------------------------
+
+    def rollback(self, sequence: int) -> Commit:
+        """Commit the state of an earlier checkpoint; see `Run.rollback`."""
+        target = self._history.get(sequence)
+
+        def choose(latest: StoredCheckpoint) -> Copy:
+            over = any(below.commit.sequence == sequence for below in self._history.chain(latest))
+            reason = f"back to checkpoint {sequence}" + ("" if over else ", which is not in the latest chain: copied")
+            return Copy(target=target, over=over, note=PolicyNote(name="rollback", reason=reason))
+
+        return self._copy(choose, rollback_to=sequence)
+
+    def compact(self) -> Commit:
+        """Commit the latest state as one base; see `Run.compact`."""
+
+        def choose(latest: StoredCheckpoint) -> Copy:
+            note = PolicyNote(name="compact", reason=f"checkpoint {latest.commit.sequence} as one base")
+            return Copy(target=latest, over=False, note=note)
+
+        return self._copy(choose, rollback_to=None)
+
+    def take_over(self) -> Commit:
+        """Commit the latest state unchanged; see `Run.take_over`."""
+        note = PolicyNote(name="takeover", reason="unchanged, to fence off a process that may still write")
+        return self._copy(lambda latest: Copy(target=latest, over=True, note=note), rollback_to=None)
+
+    def _copy(self, choose: Callable[[StoredCheckpoint], Copy], *, rollback_to: int | None) -> Commit:
+        """Commit the state of a checkpoint again: over it, all unchanged; or copied as a base (RBK-1, CMP-1)."""
+        self.ledger.check_may_save()
+        if self.ledger.latest is None:
+            raise InvalidInputError(
+                "nothing was committed when this run was opened: nothing to commit again"
+            )
+
+        def write(claim: Claim) -> tuple[list[PartList], Content]:
+            assert self.ledger.latest is not None
+            chosen = choose(self._history.get(self.ledger.latest.sequence))
+            return self._write_copy(claim, chosen, rollback_to)
+
+        committed = self._commit(write, is_save=False)
+        self.ledger.copied(committed)
+        return committed
+
+    def _write_copy(self, claim: Claim, chosen: Copy, rollback_to: int | None) -> tuple[list[PartList], Content]:
+        writer, target = self._writer(claim), chosen.target
+        names = [entry.name for entry in target.manifest.tables]
+        if chosen.over:
+            entries = [_unchanged(target.entry(name)) for name in names]
+        else:
+            entries = [copy_table(self._history, target, name, writer) for name in names]
+        for tensor in target.manifest.tensors:
+            writer.put_tensor(tensor.name, target.tensor(tensor.name))
+        for blob in target.manifest.blobs:
+            writer.put_blob(blob.name, target.blob(blob))
+        span = target.manifest.extra_blob
+        copied_span = None if span is None else writer.put_span(target.blob(span))
+        return [writer.finish()], Content(
+            step=target.commit.step,
+            tables=entries,
+            policy=chosen.note,
+            parent=target if chosen.over else None,
+            predecessor=self.ledger.latest,
+            rollback_to=rollback_to,
+            restores=self.ledger.restores() if rollback_to is not None else target.commit.restores,
+            dropped=self.ledger.dropped(entries),
+            extra=target.manifest.extra,
+            extra_blob=copied_span,
+        )
+
+    # The commit -------------------------------------------------------------------------------------------------------
+
+    def _commit(self, write: Callable[[Claim], tuple[list[PartList], Content]], *, is_save: bool) -> Commit:
+        """Stage and commit at the next number; again at the one after, if an earlier attempt of ours holds it."""
+        while True:
+            claim = Claim.of(self.ledger.head + 1)
+            try:
+                group_bytes = open_attempt(self._store, claim)
+                part_lists, content = write(claim)
+                document = seal(self._store, claim, content, part_lists, group_bytes)
+            except BaseException:
+                self._discard(claim)
+                raise
+            self.ledger.attempts[claim.attempt] = is_save
+            try:
+                return commit(self._store, claim, document)
+            except NumberTakenError as taken:
+                self._discard(claim)
+                self._adopt_or_lose(claim, taken)
+
+    def _adopt_or_lose(self, claim: Claim, taken: NumberTakenError) -> None:
+        """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
+        if taken.attempt in self.ledger.attempts:
+            self.ledger.landed(self._history.get(claim.sequence).commit)
+            return
+        self.ledger.lost = str(lost_to(claim, taken))
+        raise lost_to(claim, taken) from taken
+
+    def _discard(self, claim: Claim) -> None:
+        """Remove what an attempt stored that is not committed and never will be."""
+        try:
+            for key in self._store.list(claim.prefix):
+                self._store.delete(key)
+        except (CheckrunError, OSError):
+            pass  # it stays as litter, which every reader ignores
+
+    # Several writers --------------------------------------------------------------------------------------------------
+
+    def begin(self, step: object, writers: object, parent: int | str | None, finished: Callable[[Commit], Any]) -> Save:
+        """Begin a save by several writers; see `Run.begin`. `finished` makes of the commit what the caller gets."""
+        self.ledger.check_may_save()
+        if isinstance(writers, bool) or not isinstance(writers, int) or writers < 1:
+            raise InvalidInputError(f"writers={writers!r}; at least 1")
+        number = checked_step(step)
+        self._check_parent(parent)
+        below, note = self._decide(parent)
+        claim = Claim.of(self.ledger.head + 1)
+        self.ledger.attempts[claim.attempt] = False
+        token = self._token(claim, writers, below)
+        group_bytes = open_attempt(self._store, claim)
+
+        def finish(part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any) -> Any:
+            self._check_still_next(claim)
+            content = self._staged_content(part_lists, below, unchanged, dropped)
+            content = replace(content, step=number, policy=note, extra=_inline(extra))
+            check_objects(self._store, claim, part_lists)
+            document = seal(self._store, claim, content, part_lists, group_bytes)
+            try:
+                committed = commit(self._store, claim, document)
+            except NumberTakenError as taken:
+                self._adopt_or_lose(claim, taken)
+                raise ConcurrentCommitError(
+                    f"number {claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
+                    "begin the save anew"
+                ) from taken
+            self.ledger.saved(committed)
+            return finished(committed)
+
+        return Save(self._store, token, finish)
+
+    def _token(self, claim: Claim, writers: int, below: StoredCheckpoint | None) -> Token:
+        return {
+            "url": self._store.url,
+            "durable": getattr(self._store, "durable", True),
+            "sequence": claim.sequence,
+            "attempt": claim.attempt,
+            "writers": writers,
+            "parent": None if below is None else below.commit.sequence,
+            "predecessor": None if self.ledger.latest is None else self.ledger.latest.sequence,
+            "chunk_bytes": self._options.chunk_bytes,
+            "bits": self._options.rule.bits,
+            "expected_restores": self._options.rule.expected_restores,
+            "restores": self.ledger.restores(),
+        }
+
+    def _check_still_next(self, claim: Claim) -> None:
+        self.ledger.check_may_save()
+        if claim.sequence != self.ledger.head + 1:
+            raise InvalidInputError(f"checkpoint {self.ledger.head} was committed since this save began: begin it anew")
+
+    def _staged_content(
+        self,
+        part_lists: Sequence[PartList],
+        below: StoredCheckpoint | None,
+        unchanged: Sequence[str],
+        dropped: Sequence[str],
+    ) -> Content:
+        """What the writers stored, checked against one another and against the parent."""
+        statistics = merged_statistics(part_lists)
+        entries = [table_entry(told, statistics.get(told["name"], {})) for told in merged_tables(part_lists)]
+        entries += [_unchanged_over(below, name, entries) for name in unchanged]
+        self._check_staged(entries, below, dropped)
+        check_coverage(entries, part_lists)
+        return Content(
+            step=None,
+            tables=entries,
+            policy=PolicyNote(name="", reason=""),
+            parent=below,
+            predecessor=self.ledger.latest,
+            restores=self.ledger.restores(),
+            dropped=self.ledger.dropped(entries if self.ledger.legal_origin() is not None else ()),
+        )
+
+    def _check_staged(
+        self, entries: Sequence[TableEntry], below: StoredCheckpoint | None, dropped: Sequence[str]
+    ) -> None:
+        before = {entry.name for entry in self.ledger.latest_tables()}
+        forgotten = sorted(before - {entry.name for entry in entries} - set(dropped))
+        if forgotten:
+            raise InvalidInputError(
+                f"table {forgotten[0]!r} of the latest checkpoint has no part; name it in unchanged= or dropped="
+            )
+        for entry in entries:
+            if entry.storage == "full":
+                continue
+            lower = None if below is None or not below.has(entry.name) else below.entry(entry.name)
+            fits = lower is not None and same_kind(entry, lower) and (entry.rows or 0) >= (lower.rows or 0)
+            if not fits or entry.name not in before:
+                raise InvalidInputError(
+                    f"table {entry.name!r} is new, was absent, shrank, or has other fields than in the parent: store "
+                    "it full (LAY-2, LAY-3)"
+                )
+
+
+def checked_step(step: object) -> int | None:
+    """Accept a step, or None."""
+    if step is None:
+        return None
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= int(step) < 2**63:
+        raise InvalidInputError(f"step {step!r}; a number from 0 on, or None")
+    return int(step)
+
+
+def _inline(extra: object) -> Any:
+    data = extra_json(extra)
+    if len(data) > layout.MAX_INLINE_EXTRA:
+        raise InvalidInputError(f"extra takes {len(data)} bytes; in a save by several writers put it in a blob")
+    return parse_json(data)
+
+
+def _size(commit_record: Commit) -> int:
+    return commit_record.stored_bytes + commit_record.manifest.bytes
+
+
+def _part_source(source: TableSource, plan: TablePlan, plans: Sequence[Any]) -> PartSource:
+    positions: Selection = plan.positions
+
+    def fetch(low: int, high: int) -> dict[str, Any]:
+        if isinstance(positions, slice):
+            return source.fetch(slice(positions.start + low, positions.start + high))
+        return source.fetch(positions[low:high])
+
+    return PartSource(
+        table=source.name,
+        plans=plans,
+        count=plan.count,
+        fetch=fetch,
+        first_row=0 if plan.ids is None else -1,
+        rows=plan.ids,
+        recent=plan.recent,
+        deleted=plan.deleted,
+    )
+
+
+def _entry(source: TableSource, plan: TablePlan) -> TableEntry:
+    return TableEntry(
+        name=source.name,
+        requires=[],
+        addressing=source.addressing,
+        key_dtype=source.key_dtype,
+        rows=source.rows if source.keys is None else None,
+        storage=plan.storage,
+        fields=[Field(name=f.name, dtype=f.dtype, columns=f.columns, encoder=None) for f in source.fields],
+    )
+
+
+def _told(entry: TableEntry, statistics: Mapping[str, dict[str, Any]]) -> TableEntry:
+    """An entry with what the encoders told."""
+    fields = [msgspec.structs.replace(f, encoder=statistics.get(f.name)) for f in entry.fields]
+    return msgspec.structs.replace(entry, fields=fields)
+
+
+def _touched(source: TableSource, plan: TablePlan) -> Touched:
+    if plan.storage == "full" or plan.ids is None:
+        return Touched.whole(source.addressing)
+    return of_ids(source.addressing, plan.ids, plan.deleted)
+
+
+def _unchanged(entry: TableEntry) -> TableEntry:
+    return msgspec.structs.replace(_told(entry, {}), storage="unchanged")
+
+
+def _unchanged_over(below: StoredCheckpoint | None, name: str, entries: Sequence[TableEntry]) -> TableEntry:
+    if below is None or not below.has(name) or any(entry.name == name for entry in entries):
+        raise InvalidInputError(f"unchanged: table {name!r} is not in the parent, or was given as parts too")
+    return _unchanged(below.entry(name))
