@@ -120,7 +120,7 @@ class TableView:
         self._check_present(unique)
         if np.array_equal(unique, wanted):
             return self._read(WantedIds(unique), columns, fields, out)
-        found = self._read(WantedIds(unique), columns, fields if out is None else list(out), None)
+        found = self._read(WantedIds(unique), columns, _names(fields, out), None)
         if out is None:
             return {name: array[inverse] for name, array in found.items()}
         targets = self._targets(out, wanted.size, {f.name: _columns(f, columns) for f in self.fields})
@@ -145,7 +145,7 @@ class TableView:
         names: Sequence[str] | None,
         out: Mapping[str, ArrayLike] | None,
     ) -> dict[str, npt.NDArray[Any]]:
-        cut = {f.name: _columns(f, columns) for f in self._chosen(names if out is None else list(out))}
+        cut = {f.name: _columns(f, columns) for f in self._chosen(_names(names, out))}
         arrays = self._fresh(cut, len(wanted)) if out is None else self._targets(out, len(wanted), cut)
         if len(wanted):
             fill(self._history.layers(self._stored, self.name), wanted, arrays, cut)
@@ -171,8 +171,6 @@ class TableView:
     def _targets(
         self, out: Mapping[str, ArrayLike], count: int, cut: Mapping[str, tuple[int, int]]
     ) -> dict[str, npt.NDArray[Any]]:
-        if not isinstance(out, Mapping):
-            raise InvalidInputError("out: give a mapping of field names to arrays")
         targets = {}
         for f in self._chosen(list(out)):
             what = f"out[{f.name!r}] of table {self.name!r}"
@@ -182,6 +180,15 @@ class TableView:
                 got = targets[f.name]
                 raise InvalidInputError(f"{what}: {got.dtype} {got.shape} where {f.dtype} {shape} is read")
         return targets
+
+
+def _names(fields: Sequence[str] | None, out: object) -> Sequence[str] | None:
+    """Names of the fields to be read."""
+    if out is None:
+        return fields
+    if not isinstance(out, Mapping):
+        raise InvalidInputError("out: give a mapping of field names to arrays")
+    return list(out)
 
 
 def _range(rows: slice | None, count: int, what: str) -> tuple[int, int]:
@@ -205,7 +212,7 @@ def _columns(field: Field, columns: slice | None) -> tuple[int, int]:
 class Checkpoint:
     """A committed, immutable checkpoint.
 
-    Opening one reads its commit; everything else is read when it is asked for.
+    Opening one reads its commit and its manifest (OPN-1); everything else is read when it is asked for.
     """
 
     def __init__(self, history: History, stored: StoredCheckpoint) -> None:

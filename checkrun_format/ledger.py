@@ -75,6 +75,16 @@ class Ledger:
         except (DamagedError, PrunedError):
             return []
 
+    def continuing(self, entries: Sequence[TableEntry]) -> list[TableEntry]:
+        """The tables of a save that continue the predecessor's.
+
+        None without an origin; nor a keyed one of which everything may have changed: who knows which keys are gone?
+        """
+        if self.legal_origin() is None:
+            return []
+        unknown = {name for name, touched in self.pending.items() if touched.everything}
+        return [entry for entry in entries if entry.addressing == "dense" or entry.name not in unknown]
+
     def dropped(self, entries: Sequence[TableEntry]) -> list[str]:
         """Tables of the predecessor that these entries do not continue (5.4)."""
         ours = {entry.name: entry for entry in entries}
@@ -145,21 +155,21 @@ class Ledger:
         in_parent = parent.entry(name) if parent is not None and parent.has(name) else None
         since = Touched.nothing(source.addressing)
         if in_parent is not None and parent is not None:
-            since = self._since(source, origin, parent)
+            since = self.since(parent, name, source.addressing)
         pending = self.pending.get(name, Touched.nothing(source.addressing))
         return Below(parent=in_parent, origin=in_origin, since_parent=since, pending=pending)
 
-    def _since(self, source: TableSource, origin: StoredCheckpoint, parent: StoredCheckpoint) -> Touched:
-        """The rows that the layers above the parent hold: those in which the origin may differ from it."""
-        touched = Touched.nothing(source.addressing)
+    def since(self, parent: StoredCheckpoint, name: str, addressing: str) -> Touched:
+        """The rows that the layers above a parent hold: those in which the origin may differ from it."""
+        origin, touched = self.legal_origin(), Touched.nothing(addressing)
+        assert origin is not None
         for layer in self._history.chain(origin):
             if layer.commit.sequence == parent.commit.sequence or touched.everything:
                 break
             known = self._layers.setdefault(layer.commit.sequence, {})
-            if source.name not in known:
-                has = layer.has(source.name)
-                known[source.name] = stored_by(layer, source.name) if has else Touched.whole(source.addressing)
-            touched.update(known[source.name])
+            if name not in known:
+                known[name] = stored_by(layer, name) if layer.has(name) else Touched.whole(addressing)
+            touched.update(known[name])
         return touched
 
     # What happened ----------------------------------------------------------------------------------------------------

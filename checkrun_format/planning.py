@@ -65,10 +65,13 @@ def resembles(source: TableSource, entry: TableEntry) -> bool:
 
 
 def _must_be_full(source: TableSource, below: Below) -> bool:
-    """LAY-2 and LAY-3, and whether so much changed that a list of rows would be longer than all of them."""
+    """LAY-2 and LAY-3, and whether so much changed that a list of rows would be longer than all of them.
+
+    A table that shrank since the origin is full too: that is how a follower learns its number of rows (CHG-2).
+    """
     if below.parent is None or below.origin is None or not resembles(source, below.parent):
         return True
-    shrunk = below.parent.rows is not None and source.rows < below.parent.rows
+    shrunk = source.rows < max(below.parent.rows or 0, below.origin.rows or 0)
     return shrunk or below.since_parent.everything or below.pending.everything
 
 

@@ -68,6 +68,10 @@ class StoredCheckpoint:
         """Key of an object of the attempt."""
         return f"{self.prefix}/{name}"
 
+    def check(self) -> None:
+        """Read the manifest, so that nothing of an altered commit is believed (OPN-1, MAN-1)."""
+        _ = self.manifest
+
     @functools.cached_property
     def manifest(self) -> documents.Manifest:
         """The manifest, checked against the commit (MAN-1)."""

@@ -17,6 +17,7 @@ from checkrun_format.rows import (
     Mask,
     Selection,
     Wanted,
+    WantedIds,
     as_slice,
     check_bounds,
     is_in_sorted,
@@ -180,6 +181,35 @@ def _shifted(selection: Selection, start: int) -> Selection:
     if isinstance(selection, slice):
         return slice(selection.start + start, selection.stop + start)
     return selection + start
+
+
+def check_layer(layer: StoredCheckpoint, entry: TableEntry, needed: Ids) -> None:
+    """Check one layer on its own: no row twice, none in parts only, and all that are needed (LAY-1, LAY-3, LAY-4).
+
+    Parameters
+    ----------
+    needed : int64 array
+        Rows that must be there; keys, as rows or as tombstones.
+
+    Raises
+    ------
+    DamagedError
+    """
+    held = _union([ids for _, ids in stored_ids(layer, entry)])
+    parts = layer.parts(entry.name)
+    coverage = Coverage(layer, entry, parts, held.size)
+    for part in parts:
+        for _, _, places in _located(entry, layer.block(part), part, WantedIds(held)):
+            coverage.add(part, places)
+    coverage.check()
+    missing = needed[~is_in_sorted(needed, _union([held, *tombstones(layer, entry)]))]
+    if missing.size:
+        what = "row" if entry.addressing == "dense" else "key"
+        raise DamagedError(
+            layer.place("manifest.json"),
+            f"table {entry.name!r}: no part holds {what} {missing[0]}, one of {missing.size} that are new, or were "
+            "stored since the parent (LAY-1, LAY-2, LAY-3)",
+        )
 
 
 def tombstones(layer: StoredCheckpoint, entry: TableEntry) -> Iterator[Ids]:

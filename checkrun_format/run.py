@@ -112,13 +112,15 @@ class Run:
         return self._store.url
 
     def __getitem__(self, sequence: int) -> Checkpoint:
-        """The checkpoint of a number.
+        """The checkpoint of a number; reads its commit and its manifest, which must agree (OPN-1).
 
         Raises
         ------
         CheckpointNotFoundError, PrunedError, BurntError, DamagedError
         """
-        return Checkpoint(self._history, self._history.get(_checked_number(sequence, "run[...]")))
+        stored = self._history.get(_checked_number(sequence, "run[...]"))
+        stored.check()
+        return Checkpoint(self._history, stored)
 
     def latest(self, default: Any = _REQUIRED, *, skip_damaged: bool = False) -> Any:
         """The latest checkpoint.
@@ -146,9 +148,9 @@ class Run:
         raise CheckpointNotFoundError(f"{self.url} has no checkpoint of step {step}")
 
     def log(self) -> Iterator[Checkpoint]:
-        """The checkpoints from the lowest number to the highest; reads nothing but commits."""
+        """The checkpoints from the lowest number to the highest; reads commits only, so that MAN-1 is not checked."""
         for commit_record in self._history.commits():
-            yield self[commit_record.sequence]
+            yield Checkpoint(self._history, self._history.get(commit_record.sequence))
 
     def load(self, **options: Any) -> State:
         """Read the latest checkpoint; options as of `Checkpoint.load`. Does not count as a restore."""
@@ -158,8 +160,8 @@ class Run:
     def verify(self, sequence: int | None = None) -> list[Problem]:
         """Every problem of the run, or of one checkpoint; an empty list if there is none."""
         if sequence is None:
-            return verify_run(self._history)
-        return verify_checkpoint(self._history, sequence)
+            return verify_run(self._store)
+        return verify_checkpoint(self._store, sequence)
 
     # Saving -----------------------------------------------------------------------------------------------------------
 

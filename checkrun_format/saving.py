@@ -13,15 +13,17 @@ from checkrun_format import layout
 from checkrun_format import policy as policies
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History, same_kind
+from checkrun_format.chunks import ChunkReader
 from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt, seal
 from checkrun_format.compaction import copy_table
-from checkrun_format.errors import CheckrunError, ConcurrentCommitError, InvalidInputError
+from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError
 from checkrun_format.ledger import Ledger
-from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry
+from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BitRule
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.rows import Selection
+from checkrun_format.resolver import check_layer
+from checkrun_format.rows import Ids, RowSet, Selection
 from checkrun_format.staging import (
     Save,
     Token,
@@ -84,7 +86,7 @@ class Saver:
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent)
         self.ledger.check_tables(prepared.sources, dropped)
-        self._check_parent(parent)
+        self._parent(parent)
         self.ledger.note(prepared.sources, dropped)
         stored: dict[str, Touched] = {}
         committed = self._commit(lambda claim: self._write(claim, prepared, stored), is_save=True)
@@ -141,7 +143,7 @@ class Saver:
             parent=below,
             predecessor=self.ledger.latest,
             restores=self.ledger.restores(),
-            dropped=self.ledger.dropped(entries if self.ledger.legal_origin() is not None else ()),
+            dropped=self.ledger.dropped(self.ledger.continuing(entries)),
             extra=parse_json(prepared.extra) if inline else None,
             extra_blob=span,
         )
@@ -151,18 +153,21 @@ class Saver:
 
     # Over which checkpoint --------------------------------------------------------------------------------------------
 
-    def _check_parent(self, parent: int | str | None) -> None:
+    def _parent(self, parent: int | str | None) -> StoredCheckpoint | None:
+        """The checkpoint that the caller names; None for a base, or if the policy is to decide."""
         if parent is None or parent == "auto":
-            return
+            return None
         origin = self.ledger.legal_origin()
         if origin is None:
             raise InvalidInputError(
                 f"parent={parent!r}: this Run's state does not stem from the latest checkpoint; restore it first, or "
                 "save a base"
             )
-        chain = [below.commit.sequence for below in self._history.chain(origin)]
-        if parent != "latest" and parent not in chain:
-            raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {chain}")
+        chain = {below.commit.sequence: below for below in self._history.chain(origin)}
+        number = origin.commit.sequence if parent == "latest" else parent
+        if number not in chain:
+            raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}")
+        return chain[number]
 
     def _decide(self, parent: int | str | None) -> tuple[StoredCheckpoint | None, PolicyNote]:
         """Over which checkpoint to save, and why."""
@@ -173,12 +178,11 @@ class Saver:
             return None, PolicyNote(name=policy, reason=f"a base: {why}")
         if parent is None:
             return None, PolicyNote(name="caller", reason="a base, as the caller said")
-        chain = list(self._history.chain(origin))
-        if parent != "auto":
-            number = origin.commit.sequence if parent == "latest" else int(parent)
-            below = next(layer for layer in chain if layer.commit.sequence == number)
-            return below, PolicyNote(name="caller", reason=f"over checkpoint {number}, as the caller said")
-        base = chain[-1]
+        named = self._parent(parent)
+        if named is not None:
+            reason = f"over checkpoint {named.commit.sequence}, as the caller said"
+            return named, PolicyNote(name="caller", reason=reason)
+        base = list(self._history.chain(origin))[-1]
         sizes = [_size(increment) for increment in self.ledger.increments(base.commit)]
         decision = policies.decide(policy, _size(base.commit), sizes)
         chosen = {None: None, "base": base, "latest": origin}[decision.parent]
@@ -215,9 +219,7 @@ class Saver:
         """Commit the state of a checkpoint again: over it, all unchanged; or copied as a base (RBK-1, CMP-1)."""
         self.ledger.check_may_save()
         if self.ledger.latest is None:
-            raise InvalidInputError(
-                "nothing was committed when this run was opened: nothing to commit again"
-            )
+            raise InvalidInputError("nothing was committed when this run was opened: nothing to commit again")
 
         def write(claim: Claim) -> tuple[list[PartList], Content]:
             assert self.ledger.latest is not None
@@ -298,7 +300,7 @@ class Saver:
         if isinstance(writers, bool) or not isinstance(writers, int) or writers < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
-        self._check_parent(parent)
+        self._parent(parent)
         below, note = self._decide(parent)
         claim = Claim.of(self.ledger.head + 1)
         self.ledger.attempts[claim.attempt] = False
@@ -311,6 +313,7 @@ class Saver:
             content = replace(content, step=number, policy=note, extra=_inline(extra))
             check_objects(self._store, claim, part_lists)
             document = seal(self._store, claim, content, part_lists, group_bytes)
+            self._check_rows(claim, document, below)
             try:
                 committed = commit(self._store, claim, document)
             except NumberTakenError as taken:
@@ -364,28 +367,65 @@ class Saver:
             parent=below,
             predecessor=self.ledger.latest,
             restores=self.ledger.restores(),
-            dropped=self.ledger.dropped(entries if self.ledger.legal_origin() is not None else ()),
+            dropped=self.ledger.dropped(self.ledger.continuing(entries)),
         )
 
     def _check_staged(
         self, entries: Sequence[TableEntry], below: StoredCheckpoint | None, dropped: Sequence[str]
     ) -> None:
-        before = {entry.name for entry in self.ledger.latest_tables()}
-        forgotten = sorted(before - {entry.name for entry in entries} - set(dropped))
+        before = {entry.name: entry for entry in self.ledger.latest_tables()}
+        names = [entry.name for entry in entries]
+        forgotten = sorted(before.keys() - set(names) - set(dropped))
         if forgotten:
             raise InvalidInputError(
                 f"table {forgotten[0]!r} of the latest checkpoint has no part; name it in unchanged= or dropped="
             )
+        wrong = [name for name in dropped if name in names or name not in before]
+        if wrong:
+            raise InvalidInputError(f"dropped: table {wrong[0]!r} is not in the latest checkpoint, or is stored here")
         for entry in entries:
-            if entry.storage == "full":
-                continue
-            lower = None if below is None or not below.has(entry.name) else below.entry(entry.name)
-            fits = lower is not None and same_kind(entry, lower) and (entry.rows or 0) >= (lower.rows or 0)
-            if not fits or entry.name not in before:
-                raise InvalidInputError(
-                    f"table {entry.name!r} is new, was absent, shrank, or has other fields than in the parent: store "
-                    "it full (LAY-2, LAY-3)"
-                )
+            if names.count(entry.name) > 1:
+                raise InvalidInputError(f"unchanged: table {entry.name!r} is named twice")
+            if entry.storage != "full":
+                self._check_increment(entry, below, before.get(entry.name))
+
+    def _check_increment(self, entry: TableEntry, below: StoredCheckpoint | None, before: TableEntry | None) -> None:
+        """Refuse a changed or unchanged table that must be full, or has more to store."""
+        lower = None if below is None or not below.has(entry.name) else below.entry(entry.name)
+        lowest = max((other.rows or 0 for other in (lower, before) if other is not None), default=0)
+        fits = lower is not None and before is not None and same_kind(entry, lower) and (entry.rows or 0) >= lowest
+        if not fits:
+            raise InvalidInputError(
+                f"table {entry.name!r} is new, was absent, shrank, or has other fields than in the parent: store it "
+                "full (LAY-2, LAY-3)"
+            )
+        if entry.storage == "unchanged" and self._needed(entry, below).size:
+            raise InvalidInputError(f"unchanged: table {entry.name!r} has rows that changed since the parent: put them")
+
+    def _needed(self, entry: TableEntry, below: StoredCheckpoint | None) -> Ids:
+        """The rows or keys that the parts of a table must hold: of a changed one, what is new or stored since."""
+        if entry.storage == "full" or below is None:
+            return np.arange(entry.rows or 0)
+        since = self.ledger.since(below, entry.name, entry.addressing)
+        if since.everything:
+            raise InvalidInputError(f"table {entry.name!r} was stored full since the parent: store it full")
+        if isinstance(since.rows, RowSet):
+            since.rows.add(np.arange(below.entry(entry.name).rows or 0, entry.rows or 0))
+            return since.rows.ids(entry.rows)
+        return np.union1d(since.rows.ids(), since.deleted.ids())
+
+    def _check_rows(self, claim: Claim, document: bytes, below: StoredCheckpoint | None) -> None:
+        """Read back which rows the parts list, and refuse what a reader would refuse (LAY-1, LAY-3, LAY-4)."""
+        committed = parse_occupant(document, claim.sequence)
+        assert isinstance(committed, Commit)
+        staged = StoredCheckpoint(self._store, ChunkReader(self._store), committed, commit_object(document))
+        for entry in staged.manifest.tables:
+            listed = any(part.first_row < 0 for part in staged.parts(entry.name))
+            if listed or entry.storage == "changed":
+                try:
+                    check_layer(staged, entry, self._needed(entry, below))
+                except DamagedError as error:
+                    raise InvalidInputError(error.problem) from error
 
 
 def checked_step(step: object) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +24,7 @@ from checkrun_format.state import (
     ArrayLike,
     FieldSpec,
     Inherit,
+    checked_store_as,
     field_arrays,
     spec_of,
 )
@@ -147,12 +149,12 @@ class StagedWriter:
             starts,
             rule=self._rule,
             bits=bits,
-            store_as=dict(store_as or {}),
+            store_as=checked_store_as(name, store_as, specs),
             restores=self._token["restores"],
         )
         order = None if ids is None or bool((ids[1:] > ids[:-1]).all()) else np.argsort(ids, kind="stable")
-        if ids is not None and order is not None:
-            ids = ids[order]
+        if ids is not None:
+            ids = ids.copy() if order is None else ids[order]
             if bool((ids[1:] == ids[:-1]).any()):
                 raise InvalidInputError(f"table {name!r}: {int(ids[:-1][ids[1:] == ids[:-1]][0])} is given twice")
         if ids is not None and of is not None:
@@ -387,7 +389,15 @@ def parsed_part_lists(part_lists: Sequence[Mapping[str, Any]], token: Token) -> 
     for part in parsed:
         if part.document.attempt != token["attempt"]:
             raise InvalidInputError(f"the part list of writer {part.document.writer} is of another attempt")
+    _check_unique("tensor", [tensor["name"] for part in parsed for tensor in part.tensors])
+    _check_unique("blob", [blob["name"] for part in parsed for blob in part.blobs])
     return sorted(parsed, key=lambda part: part.document.writer)
+
+
+def _check_unique(what: str, names: Sequence[str]) -> None:
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise InvalidInputError(f"{what} {twice[0]!r} is stored twice; names are unique over all writers")
 
 
 def merged_tables(part_lists: Sequence[PartList]) -> list[dict[str, Any]]:
@@ -438,7 +448,7 @@ def merged_statistics(part_lists: Sequence[PartList]) -> dict[str, dict[str, dic
 def check_coverage(entries: Sequence[TableEntry], part_lists: Sequence[PartList]) -> None:
     """Refuse parts that do not hold each row and column of a full dense table once (LAY-1), of others in all fields.
 
-    Ranges are checked exactly, listed rows by their number; readers check those exactly.
+    Ranges are checked exactly, listed rows by their number: which they are is seen when they are read back.
 
     Raises
     ------

@@ -222,7 +222,7 @@ def table_source(name: object, table: object) -> TableSource:
         changed=_changed(text, table.changed, rows, keys, order),
         deleted=_deleted(text, table, keys),
         bits=table.bits,
-        store_as=_store_as(text, table.store_as, fields),
+        store_as=checked_store_as(text, table.store_as, fields),
         fetch=fetch,
     )
 
@@ -376,7 +376,8 @@ def _deleted(name: str, table: Table, keys: Ids | None) -> Ids:
     return sorted_ids(dlpack.to_numpy(table.deleted, f"table {name!r}, deleted"), f"table {name!r}, deleted").copy()
 
 
-def _store_as(name: str, given: Mapping[str, str] | None, fields: Iterable[FieldSpec]) -> Mapping[str, str]:
+def checked_store_as(name: str, given: Mapping[str, str] | None, fields: Iterable[FieldSpec]) -> Mapping[str, str]:
+    """Accept `store_as` of a table, or raise InvalidInputError."""
     by_name = {spec.name: spec for spec in fields}
     chosen = _as_dict(given or {}, f"table {name!r}, store_as")
     for field_name, dtype in chosen.items():

@@ -6,8 +6,11 @@ the error tree, and `litter` for objects that no checkpoint needs (harmless; eve
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -16,24 +19,30 @@ import numpy as np
 from checkrun_format import layout, packing
 from checkrun_format.chain import History
 from checkrun_format.chunks import ChunkReader, object_names
-from checkrun_format.errors import CheckrunError, DamagedError
+from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError
 from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, TableEntry
 from checkrun_format.reader import Block, Part, StoredCheckpoint
 from checkrun_format.resolver import live_keys, pieces
 from checkrun_format.rows import WantedIds, WantedRange
+from checkrun_format.stores import Store
 from checkrun_format.writer import objects_of
 
 
-def verify_run(history: History) -> list[Problem]:
+def verify_run(store: Store) -> list[Problem]:
     """Every problem of a run."""
+    history = History(store)
     problems = _caught(history.check_run, layout.RUN_KEY)
     for number in history.numbers():
-        problems += verify_checkpoint(history, number)
+        problems += _number(history, number)
     return problems
 
 
-def verify_checkpoint(history: History, sequence: int) -> list[Problem]:
+def verify_checkpoint(store: Store, sequence: int) -> list[Problem]:
     """Every problem of one number: of what occupies it, and of what lies beside that."""
+    return _number(History(store), sequence)
+
+
+def _number(history: History, sequence: int) -> list[Problem]:
     key = layout.commit_key(sequence)
     try:
         occupant = history.occupant(sequence)
@@ -42,13 +51,20 @@ def verify_checkpoint(history: History, sequence: int) -> list[Problem]:
     listing = history.store.list(layout.folder(sequence))
     if isinstance(occupant, Commit):
         stored = history.get(sequence)
-        return _caught(lambda: history.parent(stored), key) + list(_checkpoint(history, stored, listing))
+        below = _caught(lambda: history.parent(stored), key) or _caught(lambda: _predecessor(history, stored), key)
+        return below + list(_checkpoint(history, stored, listing))
     problems = [Problem(place=name, kind="litter", message="no checkpoint needs it") for name in listing if name != key]
     if isinstance(occupant, Burnt):
         problems.append(Problem(place=key, kind="burnt", message="it is no commit: the number is burnt"))
     if occupant is None and not listing:
         return []
     return problems
+
+
+def _predecessor(history: History, stored: StoredCheckpoint) -> None:
+    """The predecessor, while it is committed, is the one that was meant (MAN-2)."""
+    with contextlib.suppress(HistoryPrunedError):
+        next(itertools.islice(history.predecessors(stored, 0), 1, None), None)
 
 
 def _checkpoint(history: History, stored: StoredCheckpoint, listing: dict[str, int]) -> Iterator[Problem]:
@@ -110,6 +126,7 @@ def _group(stored: StoredCheckpoint, key: str) -> None:
     document = _json(stored, key)
     if (document.get("zarr_format"), document.get("node_type")) != (3, "group"):
         raise DamagedError(key, "not a Zarr v3 group (ZAR-1)")
+    _check_keys(document, {"zarr_format", "node_type", "attributes"}, key)
 
 
 def _metadata(stored: StoredCheckpoint, array: str, entry: ArrayEntry) -> None:
@@ -122,11 +139,51 @@ def _metadata(stored: StoredCheckpoint, array: str, entry: ArrayEntry) -> None:
     for name in ("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value"):
         if found.get(name) != wanted[name]:
             raise DamagedError(key, f"{name} is {found.get(name)}, the part file means {wanted[name]} (ZAR-5)")
-    codecs = [codec.get("name") if isinstance(codec, dict) else codec for codec in found.get("codecs") or ()]
-    if codecs != [codec["name"] for codec in wanted["codecs"]]:
-        raise DamagedError(key, f"codecs {codecs}, the part file means {[c['name'] for c in wanted['codecs']]} (ZAR-5)")
+    codecs = found.get("codecs")
+    if not isinstance(codecs, list) or not _same_codecs(codecs, wanted["codecs"]):
+        raise DamagedError(key, f"codecs {codecs}, the part file means {wanted['codecs']} (ZAR-5)")
     if found.get("storage_transformers"):
         raise DamagedError(key, "it has storage transformers (ZAR-2)")
+    names = found.get("dimension_names", [])
+    if not isinstance(names, list) or len(names) not in (0, len(entry.shape)):
+        raise DamagedError(key, f"dimension_names {names} of an array of {len(entry.shape)} dimensions")
+    _check_keys(found, wanted.keys() | {"storage_transformers"}, key)
+
+
+def _check_keys(document: dict[str, Any], known: AbstractSet[str], key: str) -> None:
+    """Refuse what a Zarr reader refuses: keys that it does not know and may not ignore."""
+    for name in document.keys() - known:
+        if not isinstance(document[name], dict) or document[name].get("must_understand") is not False:
+            raise DamagedError(key, f"unknown key {name!r}")
+    if not isinstance(document.get("attributes", {}), dict):
+        raise DamagedError(key, "its attributes are not a JSON object")
+
+
+_SETTINGS: dict[str, Callable[[Any], bool]] = {
+    "endian": lambda value: value == "little",
+    "level": lambda value: type(value) is int and -(2**17) <= value <= 22,
+    "checksum": lambda value: isinstance(value, bool),
+    "cname": lambda value: value == "zstd",
+    "clevel": lambda value: type(value) is int and 0 <= value <= 9,
+    "shuffle": lambda value: value in ("noshuffle", "shuffle", "bitshuffle"),
+    "typesize": lambda value: type(value) is int and 1 <= value <= 255,
+    "blocksize": lambda value: type(value) is int and 0 <= value < 2**31,
+}
+"""Settings of codecs, and which values they may have (ZAR-3); most matter to encoders only."""
+
+
+def _same_codecs(found: list[Any], wanted: list[dict[str, Any]]) -> bool:
+    """Whether codecs decode as those that are wanted; a setting that ours lacks may be there, if it changes nothing."""
+    if [codec.get("name") if isinstance(codec, dict) else None for codec in found] != [c["name"] for c in wanted]:
+        return False
+    for codec, ours in zip(found, wanted, strict=True):
+        settings, needed = codec.get("configuration", {}), ours.get("configuration", {}).keys()
+        allowed = needed | {"endian"} if codec["name"] == "bytes" else needed
+        if codec.keys() - {"name", "configuration"} or not isinstance(settings, dict):
+            return False
+        if not needed <= settings.keys() <= allowed or not all(_SETTINGS[name](settings[name]) for name in settings):
+            return False
+    return True
 
 
 def _json(stored: StoredCheckpoint, key: str) -> dict[str, Any]:
