@@ -83,11 +83,11 @@ class History:
                     raise _explained(error, number) from error
                 continue
             if isinstance(occupant, Commit):
-                if passed:
-                    _warn_of_burnt(passed, number)
+                _warn_of_burnt(passed, f"the latest checkpoint is {number}")
                 return number
             if isinstance(occupant, Burnt):
                 passed.append(number)
+        _warn_of_burnt(passed, "no checkpoint was committed")
         return None
 
     def get(self, sequence: int) -> StoredCheckpoint:
@@ -241,8 +241,7 @@ def _explained(error: CheckrunError, number: int) -> DamagedError:
     )
 
 
-def _warn_of_burnt(numbers: list[int], latest: int) -> None:
-    listed = ", ".join(layout.commit_key(number) for number in sorted(numbers))
-    warnings.warn(
-        f"{listed}: no commit, the number is burnt; the latest checkpoint is {latest}", BurntNumberWarning, stacklevel=4
-    )
+def _warn_of_burnt(numbers: list[int], latest: str) -> None:
+    if numbers:
+        listed = ", ".join(layout.commit_key(number) for number in sorted(numbers))
+        warnings.warn(f"{listed}: no commit, the number is burnt; {latest}", BurntNumberWarning, stacklevel=4)

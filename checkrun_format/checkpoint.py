@@ -350,9 +350,9 @@ class Checkpoint:
         since = other.sequence if isinstance(other, Checkpoint) else other
         if isinstance(since, bool) or not isinstance(since, int | np.integer) or not 0 < since <= self.sequence:
             raise InvalidInputError(f"changes since {since!r}: give the number of a checkpoint up to {self.sequence}")
-        if isinstance(max_bytes, bool) or max_bytes < 1:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int | np.integer) or max_bytes < 1:
             raise InvalidInputError(f"max_bytes {max_bytes!r}; at least 1")
-        return changes(self._history, self._stored, int(since), max_bytes)
+        return changes(self._history, self._stored, int(since), int(max_bytes))
 
     def zarr(self) -> zarr.Group:
         """The checkpoint's arrays as a read-only Zarr group, exactly as they are stored."""

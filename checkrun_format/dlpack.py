@@ -28,6 +28,8 @@ def to_numpy(array: object, what: str) -> npt.NDArray[Any]:
     InvalidInputError
         Not an array, on another device, or of a dtype that the format cannot store.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidInputError(f"{what}: a masked array; fill it first")
     view = array if isinstance(array, np.ndarray) else _import(array, what)
     try:
         dtypes.name_of(view.dtype)

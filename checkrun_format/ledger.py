@@ -11,6 +11,8 @@ from checkrun_format.errors import CheckrunError, ConcurrentCommitError, Damaged
 from checkrun_format.manifest import Commit, TableEntry
 from checkrun_format.planning import Below, resembles
 from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.resolver import live_keys
+from checkrun_format.rows import Ids
 from checkrun_format.state import TableSource
 from checkrun_format.tracking import Touched, stored_by
 
@@ -142,9 +144,23 @@ class Ledger:
             else:
                 noted.note(source)
                 noted.rows.add(np.arange(source.rows, entry.rows or 0))  # gone for now: new if the table grows again
+                if source.keys is not None and not noted.everything:
+                    self._compare_keys(origin, source.name, source.keys, noted)
             if name in self.pending:
                 noted.update(self.pending[name])
             self.pending[name] = noted
+
+    def _compare_keys(self, origin: StoredCheckpoint, name: str, keys: Ids, noted: Touched) -> None:
+        """Note the keys that came or went since the origin, whether the trainer named them or not."""
+        try:
+            before = live_keys(self._history.layers(origin, name))
+        except CheckrunError:
+            noted.everything = True  # the origin cannot be read: nothing is laid over it
+            return
+        gone = np.setdiff1d(before, keys, assume_unique=True)
+        noted.rows.add(np.setdiff1d(keys, before, assume_unique=True))
+        noted.rows.add(gone)
+        noted.deleted.add(gone)
 
     def below(self, source: TableSource, parent: StoredCheckpoint | None) -> Below | None:
         """What a table would be laid over; None without an origin."""
@@ -184,7 +200,7 @@ class Ledger:
         self.origin, self.pending, self.attempts = committed.sequence, {}, {}
         if stored is not None:
             self._layers[committed.sequence] = dict(stored)
-        chain = {below.commit.sequence for below in self._history.chain(self._history.get(committed.sequence))}
+        chain = {committed.sequence, *(number for number in self._layers if number <= (committed.parent or 0))}
         self._layers = {number: rows for number, rows in self._layers.items() if number in chain}
 
     def copied(self, committed: Commit) -> None:

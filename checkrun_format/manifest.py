@@ -21,10 +21,11 @@ from checkrun_format.errors import DamagedError, NotARunError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Sequence53 = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_SEQUENCE)]
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Attempt = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16,64}$")]
-Version = Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$")]
-FieldName = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$")]
+# Python's `$` also matches before a newline at the end: `(?!\n)` makes it mean what JSON Schema means.
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}(?!\n)$")]
+Attempt = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16,64}(?!\n)$")]
+Version = Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(?!\n)$")]
+FieldName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}(?!\n)$")]
 Columns = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Part = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]], msgspec.Meta(min_length=8)]
 """A part: table, block, offset, count, first_row, recent, deleted_offset, deleted_count, then a column per field."""
@@ -226,6 +227,10 @@ DOCUMENTS: dict[str, type[Record]] = {
 """Document name -> its record. `spec/schemas/<name>.schema.json` describes each."""
 
 
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a parser raises for bytes that it cannot read; the last one for JSON that is nested too deep."""
+
+
 def schema(name: str) -> dict[str, Any]:
     """The JSON Schema (2020-12) of a document, as shipped with the format."""
     packaged = resources.files("checkrun_format") / "_schemas" / f"{name}.schema.json"
@@ -241,7 +246,7 @@ def validate(name: str, data: bytes, place: str) -> list[Problem]:
 
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [Problem(place=place, kind="json", message=f"not JSON: {error}")]
     validator = jsonschema.Draft202012Validator(schema(name))
     return [
@@ -253,7 +258,7 @@ def validate(name: str, data: bytes, place: str) -> list[Problem]:
 def _decode(name: str, data: bytes, place: str) -> Any:
     try:
         return msgspec.json.decode(data, type=DOCUMENTS[name])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _MALFORMED as error:
         problems = validate(name, data, place)
         explained = "; ".join(f"{p.place.partition('#')[2]} {p.message}".strip() for p in problems[:5])
         raise DamagedError(place, f"not a {name} document: {explained or error}") from error
@@ -263,7 +268,7 @@ def _checkrun_of(data: bytes, place: str) -> bytes:
     """The `checkrun` object of a `zarr.json`, once its frame is checked (DOC-3)."""
     try:
         group = msgspec.json.decode(data, type=_Group)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _MALFORMED as error:
         raise DamagedError(place, f"not a Zarr v3 group with a checkrun document: {error}") from error
     if not any(entry.get("uuid") == layout.CONVENTION["uuid"] for entry in group.attributes.zarr_conventions):
         raise DamagedError(place, "zarr_conventions does not name the checkrun convention")
@@ -273,7 +278,7 @@ def _checkrun_of(data: bytes, place: str) -> bytes:
 def _kind_of(body: bytes, place: str) -> str:
     try:
         head = msgspec.json.decode(body, type=_Kind)
-    except msgspec.DecodeError as error:
+    except _MALFORMED as error:
         raise DamagedError(place, f"no kind in its checkrun document: {error}") from error
     versions.check_version(head.format_version, place)
     return head.kind

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,13 +86,24 @@ class Saver:
         """Save a state; see `Run.save`."""
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent)
-        self.ledger.check_tables(prepared.sources, dropped)
-        self._parent(parent)
-        self.ledger.note(prepared.sources, dropped)
+        dropped = _checked_names(dropped, "dropped")
+        self._tell(prepared, dropped)
         stored: dict[str, Touched] = {}
         committed = self._commit(lambda claim: self._write(claim, prepared, stored), is_save=True)
         self.ledger.saved(committed, stored)
         return committed
+
+    def _tell(self, prepared: Prepared, dropped: Sequence[str]) -> None:
+        """Note what changed, unless the save is refused; where noting fails, nothing is known to be unchanged."""
+        try:
+            self.ledger.check_tables(prepared.sources, dropped)
+            self._parent(prepared.parent)
+            self.ledger.note(prepared.sources, dropped)
+        except InvalidInputError:
+            raise
+        except BaseException:
+            self.ledger.origin = None
+            raise
 
     def _prepare(self, state: State, step: object, parent: int | str | None) -> Prepared:
         if not isinstance(state, State):
@@ -374,8 +386,8 @@ class Saver:
         self, entries: Sequence[TableEntry], below: StoredCheckpoint | None, dropped: Sequence[str]
     ) -> None:
         before = {entry.name: entry for entry in self.ledger.latest_tables()}
-        names = [entry.name for entry in entries]
-        forgotten = sorted(before.keys() - set(names) - set(dropped))
+        names = Counter(entry.name for entry in entries)
+        forgotten = sorted(before.keys() - names.keys() - set(dropped))
         if forgotten:
             raise InvalidInputError(
                 f"table {forgotten[0]!r} of the latest checkpoint has no part; name it in unchanged= or dropped="
@@ -384,7 +396,7 @@ class Saver:
         if wrong:
             raise InvalidInputError(f"dropped: table {wrong[0]!r} is not in the latest checkpoint, or is stored here")
         for entry in entries:
-            if names.count(entry.name) > 1:
+            if names[entry.name] > 1:
                 raise InvalidInputError(f"unchanged: table {entry.name!r} is named twice")
             if entry.storage != "full":
                 self._check_increment(entry, below, before.get(entry.name))
@@ -435,6 +447,12 @@ def checked_step(step: object) -> int | None:
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= int(step) < 2**63:
         raise InvalidInputError(f"step {step!r}; a number from 0 on, or None")
     return int(step)
+
+
+def _checked_names(names: object, what: str) -> tuple[Any, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise InvalidInputError(f"{what}: a {type(names).__name__} where a list of names belongs")
+    return tuple(names)
 
 
 def _inline(extra: object) -> Any:

@@ -68,11 +68,12 @@ class Table:
         Field name (`[a-z][a-z0-9_]{0,63}`) to an array (rows, columns) or (rows,). All rows of the table.
     changed : row ids, boolean mask of (rows,), or ALL
         The rows changed since the run's origin (its last committed save or restore) that no save was told yet.
-        Required once the table has been saved. In a keyed table: keys, or a mask aligned with `keys`.
+        Required once the table has been saved. In a keyed table: keys, or a mask aligned with `keys`. New rows and
+        keys need not be named.
     keys : array (rows,) of int64 or uint64
         Makes the table keyed: the key of each row. Together they are every live key.
     deleted : keys
-        Keys deleted since the run's origin that no save was told yet.
+        Keys deleted since the run's origin that no save was told yet; those that are not in `keys` need not be named.
     bits : None, 1..8, or mapping of field name to these
         Overrides the run's `bits` for this table. A plain number means the field `weight`.
     store_as : mapping of field name to "float16" or "bfloat16"
@@ -180,11 +181,10 @@ class TableSource:
         return "dense" if self.keys is None else "keyed"
 
 
-def _as_dict(given: object, what: str) -> dict[Any, Any]:
-    try:
-        return dict(given)  # type: ignore[call-overload, no-any-return]
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{what}: a {type(given).__name__} where a mapping belongs") from error
+def _as_dict(given: Any, what: str) -> dict[Any, Any]:
+    if not hasattr(given, "keys"):
+        raise InvalidInputError(f"{what}: a {type(given).__name__} where a mapping belongs")
+    return dict(given)
 
 
 def table_sources(tables: Mapping[str, Table]) -> dict[str, TableSource]:

@@ -28,7 +28,7 @@ def open_store(url: str | os.PathLike[str] | Store, *, durable: bool = True) -> 
     """
     if isinstance(url, Store):
         return url
-    path = os.fspath(url)
+    path = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(path, str) or not path or "\0" in path:
         raise InvalidInputError(f"{url!r} is no address of a run: give a path or file:// and a path")
     scheme, separator, rest = path.partition("://")
