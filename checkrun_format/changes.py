@@ -159,8 +159,10 @@ def _split(found: _Found, rows: int | None, live: Ids | None) -> tuple[Ids, Ids]
     if live is None:
         assert rows is not None
         return (np.arange(rows) if found.everything else touched[touched < rows]), touched[:0]
+    if found.everything:
+        return live, touched[:0]
     lives = is_in_sorted(touched, live)
-    return (live if found.everything else touched[lives]), touched[~lives]
+    return touched[lives], touched[~lives]
 
 
 def read_fields(layers: list[tuple[StoredCheckpoint, TableEntry]], wanted: WantedIds) -> dict[str, npt.NDArray[Any]]:

@@ -358,12 +358,14 @@ def _is_stranger(data: bytes) -> bool:
 
 
 def _check_order(commit: Commit, place: str) -> None:
-    for name in ("parent", "predecessor", "rollback_to"):
+    """COM-6."""
+    predecessor = commit.predecessor or 0
+    for name in ("parent", "rollback_to"):
         number = getattr(commit, name)
-        if number is not None and number >= commit.sequence:
-            raise DamagedError(place, f"{name} {number} is not below its sequence {commit.sequence}")
-    if commit.parent is not None and (commit.predecessor is None or commit.parent > commit.predecessor):
-        raise DamagedError(place, f"parent {commit.parent} is above its predecessor {commit.predecessor}")
+        if number is not None and number > predecessor:
+            raise DamagedError(place, f"{name} {number} is above its predecessor {commit.predecessor} (COM-6)")
+    if predecessor >= commit.sequence:
+        raise DamagedError(place, f"predecessor {predecessor} is not below its sequence {commit.sequence} (COM-6)")
 
 
 def commit_object(data: bytes) -> dict[str, Any]:
