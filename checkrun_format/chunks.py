@@ -6,6 +6,7 @@ chunks go from the array to the file, and back, without a codec pipeline. Any Za
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _CHECKSUM = 4
 
 def row_bytes(entry: ArrayEntry) -> int:
     """Bytes of one row of an array."""
-    return int(dtypes.logical(entry.dtype).itemsize * np.prod(entry.shape[1:], dtype=object))
+    return dtypes.logical(entry.dtype).itemsize * math.prod(entry.shape[1:])
 
 
 def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> list[Buffer]:

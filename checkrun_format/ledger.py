@@ -191,8 +191,9 @@ class Ledger:
     # What happened ----------------------------------------------------------------------------------------------------
 
     def restored_from(self, sequence: int) -> None:
-        """The trainer's state now equals a checkpoint."""
+        """The trainer's state now equals a checkpoint, and stems no more from attempts made before."""
         self.origin, self.pending, self._layers, self.restored = sequence, {}, {}, True
+        self.attempts = dict.fromkeys(self.attempts, False)
 
     def saved(self, committed: Commit, stored: Mapping[str, Touched] | None = None) -> None:
         """The trainer's state was committed; `stored` are the rows that the checkpoint holds, if they are at hand."""

@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from checkrun_format import layout, packing
@@ -119,7 +120,15 @@ def _part_file(stored: StoredCheckpoint, document: PartFile) -> Iterator[Problem
         place = stored.place(name)
         yield from _caught(partial(_metadata, stored, place, entry), place)
         for index in range(len(object_names(name, entry)) - 1):
-            yield from _caught(partial(reader.chunk, place, entry, index, shared=False), place)
+            yield from _caught(partial(_chunk, reader, place, entry, index), place)
+
+
+def _chunk(reader: ChunkReader, place: str, entry: ArrayEntry, index: int) -> None:
+    """A chunk is there and sound, and its elements beyond the array's end are zero (ZAR-4)."""
+    shape = [(index + 1) * entry.chunk_rows, *entry.shape[1:]]
+    whole = reader.chunk(place, msgspec.structs.replace(entry, shape=shape), index, shared=False)
+    if whole[max(0, entry.shape[0] - index * entry.chunk_rows) :].any():
+        raise DamagedError(place, f"elements of chunk {index} beyond the array's end are not zero (ZAR-4)")
 
 
 def _group(stored: StoredCheckpoint, key: str) -> None:
@@ -213,7 +222,7 @@ def _table(history: History, stored: StoredCheckpoint, entry: TableEntry) -> Non
 
 def _part(block: Block, part: Part, entry: TableEntry) -> None:
     fields = {f.name: f for f in entry.fields}
-    _recent_bits(block)
+    _recent_bits(block, part)
     for f in block.entry.fields:
         block.exact(f, fields[f.name])
         for chunk, low, high in block.rows_of(part):
@@ -231,12 +240,15 @@ def _first_rows(block: Block, chunk: int) -> None:
         raise DamagedError(block.place("rows_first"), f"entry {chunk} is not the first of its row chunk (BLK-3)")
 
 
-def _recent_bits(block: Block) -> None:
+def _recent_bits(block: Block, part: Part) -> None:
     if "recent" not in block.entry.arrays:
         return
     whole = Part(0, 0, 0, -(-block.entry.rows // 8) * 8, -1, 2, 0, 0, ())
-    if block.recent(whole)[block.entry.rows :].any():
+    bits = block.recent(whole)
+    if bits[block.entry.rows :].any():
         raise DamagedError(block.place("recent"), "bits beyond the last row are set (BLK-4)")
+    if part.recent != 2 and bits[part.offset : part.offset + part.count].any():
+        raise DamagedError(block.place("recent"), f"bits of a part that says {part.recent} are set (BLK-4)")
 
 
 def _affine(block: Block, f: BlockField, field: Any, chunk: int, low: int, high: int) -> None:

@@ -1,9 +1,11 @@
-"""What holds for every test: hypothesis profiles, and tests of a GPU are skipped where there is none."""
+"""What holds for every test: hypothesis profiles; every run that a test leaves behind is read by the second reader."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -24,3 +26,20 @@ def has_gpu() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not has_gpu():
         pytest.skip("needs a CUDA device")
+
+
+ALTERS_RUNS = {"test_damage", "test_kill", "test_races", "test_manifest", "test_cli", "test_independent_reader_selfcheck"}
+"""Modules whose tests leave runs behind that are damaged on purpose, or that compare them on their own."""
+
+
+@pytest.fixture(autouse=True)
+def independent_reader_agrees(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The reader that was written from FORMAT.md alone resolves every run that a test builds to the same bits."""
+    builds = "tmp_path" in request.fixturenames and request.module.__name__.rpartition(".")[2] not in ALTERS_RUNS
+    folder: Path | None = request.getfixturevalue("tmp_path") if builds else None
+    yield
+    if folder is not None:
+        from tests.conformance.agreement import assert_agreement, runs_below
+
+        for run in runs_below(folder):
+            assert_agreement(run)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,12 @@ class MemoryStore(Store):
 
     def sync(self, prefix: str) -> None:
         """Memory survives nothing; there is nothing to do."""
+
+    def dump(self, folder: Path) -> None:
+        """Write all objects as files: the same run (STO-4), for readers of files."""
+        for key, data in self.objects.items():
+            (folder / key).parent.mkdir(parents=True, exist_ok=True)
+            (folder / key).write_bytes(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +147,4 @@ def cuts(draw: st.DrawFn, size: int, most: int) -> list[tuple[int, int]]:
     """Ranges that follow one another and cover 0..size-1; some may be empty."""
     inner = sorted(draw(st.lists(st.integers(0, size), max_size=most - 1)))
     bounds = [0, *inner, size]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
-
-
-@dataclass
-class Rows:
-    """Rows of a table by number or key: the plain model that resolution is compared with."""
-
-    rows: dict[int, dict[str, Array]] = field(default_factory=dict)
-
-    def ids(self) -> Ids:
-        return np.array(sorted(self.rows), np.int64)
+    return list(itertools.pairwise(bounds))

@@ -1,0 +1,499 @@
+"""The independent reader against small runs that are built here by hand, byte by byte, from FORMAT.md alone.
+
+One is the worked example of section 14. The other has six checkpoints: 1 is a base, 2 an increment, 3 a rollback to 1,
+4 an increment over it, 5 a rollback to 2 (a base, across the rollback 3), 6 an increment with another table `users`.
+The metadata of Zarr is left out: readers of this format may do without it (CHK-2), and this one does.
+"""
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+import pytest
+import zstandard
+from numcodecs.blosc import Blosc
+
+from tests.conformance import independent_reader as reader
+from tests.conformance.independent_reader import FormatError, unpack
+
+Json = dict[str, Any]
+Array = np.ndarray[Any, Any]
+GROUP: Json = {"zarr_format": 3, "node_type": "group"}
+PRUNED = {"kind": "pruned", "format_version": "0.9", "sequence": 7}
+RUN = {"kind": "run", "format_version": "0.9", "requires": []}
+TOP = 2**64 - 2  # as int64: -2, so that it is the first of the keys
+
+
+def put(path: Path, data: bytes | Json) -> Json:
+    data = data if isinstance(data, bytes) else json.dumps(data).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def frame(checkrun: Json) -> Json:
+    return GROUP | {
+        "attributes": {"zarr_conventions": [{"uuid": "d5df0d53-d446-49ad-a4cd-95a3e6d6a63f"}], "checkrun": checkrun}
+    }
+
+
+def array(path: Path, values: Any, chunk_rows: int | None = None, compression: str | None = None) -> Json:
+    values = np.asarray(values)
+    step = chunk_rows or len(values)
+    for i, start in enumerate(range(0, len(values), step)):
+        chunk = np.zeros((step, *values.shape[1:]), values.dtype)
+        chunk[: len(values) - start] = values[start : start + step]
+        data = chunk.tobytes()
+        if compression == "zstd":
+            data = zstandard.ZstdCompressor(level=1).compress(data)
+        elif compression == "blosc":
+            data = bytes(Blosc(cname="zstd", clevel=5, shuffle=Blosc.SHUFFLE).encode(chunk))
+        key = f"c/{i}" if values.ndim == 1 else f"c/{i}/0"
+        put(path / key, data + google_crc32c.value(data).to_bytes(4, "little"))
+    told = {"dtype": str(values.dtype), "shape": [*values.shape], "chunk_rows": step, "compression": compression}
+    return told | {"unknown": "to be ignored"}  # DOC-1
+
+
+def held(name: str, dtype: str | None, columns: int | None = None, bits: int | None = None) -> Json:
+    """A field of a block: raw, or affine if there are bits."""
+    return {"name": name, "encoding": "affine" if bits else "raw", "columns": columns, "bits": bits, "dtype": dtype}
+
+
+class Writer:
+    def __init__(self, run: Path, n: int, parent: int | None, **commit: Any) -> None:
+        self.run, self.attempt = run, f"{n:x}" * 32
+        self.folder = run / f"{n:08d}" / self.attempt
+        self.commit = {"kind": "checkpoint", "format_version": "0.9", "requires": [], "sequence": n, "step": 10 * n}
+        self.commit |= {"created": "2026-01-02T03:04:05Z", "attempt": self.attempt, "parent": parent}
+        self.commit |= {"predecessor": n - 1 or None, "rollback_to": None, "restores": 0, "stored_bytes": 0}
+        self.commit |= {"policy": {"name": "test", "reason": ""}} | commit
+        self.parts: Json = {"writer": 0, "attempt": self.attempt, "tables": [], "blocks": [], "parts": [], "dense": {}}
+        self.manifest: Json = {"tables": [], "dropped": [], "tensors": [], "blobs": [], "extra": 0, "extra_blob": None}
+
+    def table(self, name: str, storage: str, fields: Json, rows: int | None = None, key: str | None = None) -> None:
+        """A table entry; `fields` are {name: (dtype, columns)}."""
+        entries = [{"name": f, "dtype": d, "columns": c, "encoder": None} for f, (d, c) in fields.items()]
+        entry: Json = {"name": name, "requires": [], "addressing": "keyed" if key else "dense", "key_dtype": key}
+        self.manifest["tables"].append(entry | {"rows": rows, "storage": storage, "fields": entries})
+        self.parts["tables"] += [name] if storage != "unchanged" else []
+
+    def block(self, rows: int, fields: list[Json], arrays: Json, *parts: list[int]) -> None:
+        """A block: {name of array: values, or arguments of array()}; parts lack the index of the block."""
+        b = len(self.parts["blocks"])
+        told = {name: given if isinstance(given, tuple) else (given,) for name, given in arrays.items()}
+        entries = {name: array(self.folder / f"block-0-{b}" / name, *given) for name, given in told.items()}
+        self.parts["blocks"].append({"rows": rows, "fields": [{**field} for field in fields], "arrays": entries})
+        self.parts["parts"] += [[part[0], b, *part[1:]] for part in parts]
+
+    def done(self) -> "Writer":
+        told = put(self.folder / "parts-0.json.gz", gzip.compress(json.dumps(self.parts).encode(), mtime=0))
+        head: Json = {"commit": self.commit, "writers": [told]}
+        for which in ("parent", "predecessor"):
+            place = self.run / f"{self.commit[which] or 0:08d}" / "zarr.json"
+            other = json.loads(place.read_bytes())["attributes"]["checkrun"] if self.commit[which] else None
+            head[f"{which}_sha256"] = other and other["manifest"]["sha256"]
+        told = put(self.folder / "manifest.json", head | self.manifest)
+        put(self.folder.parent / "zarr.json", frame(self.commit | {"manifest": told}))
+        return self
+
+
+# --- The run. Field "weight" has 5 columns; the codes `d5 11` are 5 2 7 0 1, as section 7.1 writes them out.
+
+EMB, USERS = {"weight": ("float32", 5), "sum": ("float32", None)}, {"v": ("int16", None)}
+EMB_FIELDS = [held("weight", None, 5, 3), held("sum", "float32")]
+CODES, EXACT, OTHER = [0xD5, 0x11], [0, 0], [0x88, 0x46]  # 0x4688 is 0 1 2 3 4 at three bits
+ROW_0 = [1.5, 0.0, 2.5, -1.0, -0.5]  # 5 2 7 0 1 times 0.5 minus 1
+ROW_1 = [10.0, 12.0, 14.0, 16.0, 18.0]  # 0 1 2 3 4 times 2 plus 10
+ROW_2 = np.array([1 << 31, 0x7FC12345, 0x7F800000, 1, 0], np.uint32).view(np.float32)  # exact: -0, NaN, inf, 1e-45, 0
+ROW_4 = [3.0, 3.0 + 2**-24, 3.0 + 2**-23, 3.0 + 3 * 2**-24, 3.0 + 2**-22]  # subnormal scale 2^-24, rounded to float32
+
+
+def of(dtype: str, values: Any) -> Array:
+    return np.array(values, dtype)
+
+
+def users(w: Writer, storage: str, keys: list[int], values: list[int], recent: int, step: int) -> None:
+    w.table("users", storage, USERS, key="uint64")
+    arrays = {"rows": (keys, step, "zstd"), "rows_first": keys[::step], "v.values": (of("int16", values), step)}
+    w.block(len(keys), [held("v", "int16")], arrays, [1, 0, len(keys), -1, recent, 0, 0, 0])
+
+
+def base(run: Path) -> Writer:
+    w = Writer(run, 1, None)
+    w.table("emb", "full", EMB, rows=5)
+    qparams = of("float16", [[0.5, -1], [2, 10], [np.nan, np.nan], [0, 7], [2**-24, 3]])
+    arrays: Json = {"weight.codes": (of("uint8", [CODES, OTHER, EXACT, CODES, OTHER]), 2, "zstd")}
+    arrays |= {"weight.qparams": (qparams, 2), "weight.exact_index": [2], "weight.exact_values": ROW_2[None]}
+    arrays |= {"sum.values": (of("float32", [0.5, 1.5, 2.5, -0.0, 4.5]), 2)}
+    w.block(5, EMB_FIELDS, arrays, [0, 0, 5, 0, 1, 0, 0, 0, 0])
+    users(w, "full", [-2, 3, 7, 9], [-20, 30, 70, 90], 1, 4)
+    tensors = [
+        ("w", "float32", [2, 3], 1),
+        ("s", "float32", [], 0),
+        ("h", "bfloat16", [3], 0),
+        ("none", "bool", [0, 4], 0),
+    ]
+    keys = ("name", "dtype", "shape", "offset")
+    w.manifest["tensors"] = [dict(zip(keys, tensor, strict=True)) | {"writer": 0} for tensor in tensors]
+    w.manifest["blobs"] = [{"name": "rng", "writer": 0, "offset": 2, "bytes": 3}]
+    w.manifest["extra_blob"] = {"writer": 0, "offset": 5, "bytes": 9}
+    blob = np.frombuffer(b'..abc{"lr": 1}', np.uint8)
+    dense = {"float32": of("float32", range(7)), "bfloat16": of("uint16", [0x3F80, 0xC000, 0x7FC1]), "blob": blob}
+    w.parts["dense"] = {name: array(w.folder / "dense-0" / name, values) for name, values in dense.items()}
+    return w.done()
+
+
+def increment(run: Path) -> Writer:
+    """Rows 1 (repeated, not recent), 4 and 5 (new) of emb; of users, 3 is deleted, 7 deleted and listed, 12 new."""
+    w = Writer(run, 2, 1)
+    w.table("emb", "changed", EMB, rows=6)
+    arrays: Json = {"rows": ([1, 4, 5], 2, "blosc"), "rows_first": [1, 5], "recent": of("uint8", [0b110])}
+    arrays |= {"weight.codes": (of("uint8", [OTHER, CODES, EXACT]), 2), "sum.values": (of("float32", [1.5, -4, -5]), 2)}
+    arrays |= {"weight.qparams": (of("float32", [[2, 10], [0.5, -1], [np.nan, np.nan]]), 2)}
+    arrays |= {"weight.exact_index": [2], "weight.exact_values": ROW_2[None, ::-1]}
+    w.block(3, EMB_FIELDS, arrays, [0, 0, 3, -1, 2, 0, 0, 0, 0])
+    users(w, "changed", [7, 12], [77, 120], 1, 2)
+    w.block(0, [], {"deleted": [3, 7]}, [1, 0, 0, -1, 0, 0, 2])
+    return w.done()
+
+
+def rollback(run: Path) -> Writer:
+    w = Writer(run, 3, 1, rollback_to=1)
+    w.table("emb", "unchanged", EMB, rows=5)
+    w.table("users", "unchanged", USERS, key="uint64")
+    return w.done()
+
+
+def branch(run: Path) -> Writer:
+    """Row 0 of emb in two parts, by columns, one of them narrowed to bfloat16; and a table that 5 will not have."""
+    w = Writer(run, 4, 3)
+    w.table("emb", "changed", EMB, rows=5)
+    arrays: Json = {"weight.values": of("uint16", [[0x3F80, 0x7FC0]]), "sum.values": of("float32", [-1])}
+    arrays |= {"weight.exact_index": [0], "weight.exact_values": of("float32", [[1.1, 2.2]])}
+    w.block(1, [held("weight", "bfloat16", 2), held("sum", "float32")], arrays, [0, 0, 1, 0, 1, 0, 0, 0, 0])
+    w.block(1, [held("weight", "float32", 3)], {"weight.values": of("float32", [[3, 4, 5]])}, [0, 0, 1, 0, 0, 0, 0, 2])
+    w.table("users", "unchanged", USERS, key="uint64")
+    w.table("brief", "full", {"x": ("bool", 2)}, rows=2)
+    arrays = {"x.values": of("uint8", [[0, 1], [1, 1]])}
+    w.block(2, [held("x", "bool", 2)], arrays, [1, 0, 1, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0])
+    return w.done()
+
+
+def second_rollback(run: Path) -> Writer:
+    w = Writer(run, 5, None, rollback_to=2)
+    w.manifest["dropped"] = ["brief"]
+    w.table("emb", "full", EMB, rows=6)
+    arrays = {f"{name}.values": values for name, values in reader.Checkpoint(run, 2).table("emb").items()}
+    w.block(6, [held("weight", "float32", 5), held("sum", "float32")], arrays, [0, 0, 6, 0, 0, 0, 0, 0, 0])
+    users(w, "full", [-2, 7, 9, 12], [-20, 77, 90, 120], 0, 3)
+    return w.done()
+
+
+def replacement(run: Path) -> Writer:
+    w = Writer(run, 6, 5)
+    w.manifest["dropped"] = ["users"]
+    w.table("emb", "unchanged", EMB, rows=6)
+    w.table("users", "full", {"v": ("uint8", None)}, key="int64")
+    arrays = {"rows": [-5, 8], "rows_first": [-5], "v.values": of("uint8", [1, 2])}
+    w.block(2, [held("v", "uint8")], arrays, [0, 0, 2, -1, 1, 0, 0, 0])
+    return w.done()
+
+
+CHECKPOINTS: list[Callable[[Path], Writer]] = [base, increment, rollback, branch, second_rollback, replacement]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    put(tmp_path / "zarr.json", frame(RUN))
+    for write in CHECKPOINTS:
+        write(tmp_path)
+    return tmp_path
+
+
+def same(found: Array, expected: Any, dtype: str) -> bool:
+    """Equal bit for bit, NaN payloads and signs of zero included."""
+    wanted = np.asarray(expected, getattr(ml_dtypes, dtype, dtype))
+    return (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+
+
+def kind(call: Callable[..., object], *arguments: Any) -> str:
+    with pytest.raises(FormatError) as caught:
+        call(*arguments)
+    return caught.value.kind
+
+
+def everything(run: Path, *numbers: int) -> list[Any]:
+    """All values of some checkpoints, and the changes up to them, in a form that compares bit for bit."""
+    found: list[Any] = []
+    for n in numbers:
+        c = reader.Checkpoint(run, n)
+        found += [(n, t, f, v.tobytes()) for t in c.tables() for f, v in c.table(t).items()]
+        found += [(t, c.tensor(t).tobytes()) for t in c.tensors()] + [c.extra(), c.commit["step"]]
+        found += [c.blob(entry["name"]) for entry in c.manifest["blobs"]]
+        touched, dropped = reader.changes(run, 1, n)
+        found += [dropped, [(t, a.tobytes(), b.tobytes()) for t, (a, b) in touched.items()]]
+    return found
+
+
+def test_tables(run: Path) -> None:
+    c, second, fourth = (reader.Checkpoint(run, n) for n in (1, 2, 4))
+    assert (reader.latest(run), c.commit["step"], c.tables()) == (6, 10, ["emb", "users"])
+    assert same(c.table("emb")["weight"], [ROW_0, ROW_1, ROW_2, [7] * 5, ROW_4], "float32")
+    assert same(c.table("emb")["sum"], [0.5, 1.5, 2.5, -0.0, 4.5], "float32")
+    assert same(c.table("users")[""], [TOP, 3, 7, 9], "uint64")
+    assert same(c.table("users")["v"], [-20, 30, 70, 90], "int16")
+    assert same(second.table("emb")["weight"], [ROW_0, ROW_1, ROW_2, [7] * 5, ROW_0, ROW_2[::-1]], "float32")
+    assert same(second.table("users")[""], [TOP, 7, 9, 12], "uint64")
+    assert same(second.table("users")["v"], [-20, 77, 90, 120], "int16")
+    assert same(fourth.table("emb")["weight"], [[1.1, 2.2, 3, 4, 5], ROW_1, ROW_2, [7] * 5, ROW_4], "float32")
+    assert same(fourth.table("brief")["x"], [[False, True], [True, True]], "bool")
+    assert (c.extra(), c.blob("rng"), c.tensors()) == ({"lr": 1}, b"abc", ["w", "s", "h", "none"])
+    assert same(c.tensor("w"), [[1, 2, 3], [4, 5, 6]], "float32")
+    assert same(c.tensor("none"), np.zeros((0, 4)), "bool")
+    assert same(c.tensor("h"), of("uint16", [0x3F80, 0xC000, 0x7FC1]).view(ml_dtypes.bfloat16), "bfloat16")
+    assert [kind(c.table, "x"), kind(c.tensor, "x"), kind(c.blob, "x")] == ["table_not_found", "not_found", "not_found"]
+
+
+def test_casts(tmp_path: Path) -> None:
+    """Codes 0 1 2 3 (`e4` at two bits), a quarter of a unit in the last place apart, upon 1: DEC-1 and DEC-2."""
+    put(tmp_path / "zarr.json", frame(RUN))
+    w, ulps = Writer(tmp_path, 1, None), {"float64": 2**-23, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
+    w.table("cast", "full", {dtype: (dtype, 4) for dtype in ulps}, rows=1)
+    arrays: Json = {f"{dtype}.codes": of("uint8", [[0xE4]]) for dtype in ulps}
+    arrays |= {f"{dtype}.qparams": of("float32", [[ulp / 4, 1]]) for dtype, ulp in ulps.items()}
+    w.block(1, [held(dtype, None, 4, 2) for dtype in ulps], arrays, [0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0])
+    w.done()
+    for dtype, values in reader.Checkpoint(tmp_path, 1).table("cast").items():
+        assert same(values, [[1, 1, 1, 1 + ulps[dtype]]], dtype)
+    for bits in range(1, 9):
+        codes = np.random.default_rng(bits).integers(0, 2**bits, 13)
+        stream = sum(int(code) << bits * j for j, code in enumerate(codes)).to_bytes(-(-13 * bits // 8), "little")
+        assert np.array_equal(unpack(np.frombuffer(stream, np.uint8)[None], 13, bits)[0], codes)
+
+
+def test_script(run: Path) -> None:
+    command = [sys.executable, reader.__file__, str(run), "2"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    keys, values = of("uint64", [TOP, 7, 9, 12]), of("int16", [-20, 77, 90, 120])
+    digests = {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in (("", keys), ("v", values))}
+    assert json.loads(lines[1]) == {"name": "users", "rows": 4, "fields": digests}
+
+
+# The worked example of section 14: checkpoint, array, dtype, shape, payload and checksum ("-": compressed there)
+EXAMPLE = """
+1 sum.values          float32 4   0000803f000000400000404000008040 0a69ba9e
+1 weight.codes        uint8   4,2 500fa00f00000000 58997bb5
+1 weight.exact_index  int64   1   0300000000000000 e3356c57
+1 weight.exact_values float32 1,3 0000c07f0000000000000000 8adabd5d
+1 weight.qparams      float16 4,2 003c0000003880c70000003c007e007e 6b3e1e15
+2 rows                int64   3   010000000000000003000000000000000400000000000000 -
+2 rows_first          int64   1   0100000000000000 adcf14c5
+2 sum.values          float32 3   0000a041000020420000a040 494cb06d
+2 weight.codes        uint8   3,2 800f100ff00f 42377f99
+2 weight.qparams      float16 3,2 00400000003c0040003c80cb 7876fcb3
+3 rows                int64   1   0300000000000000 -
+3 rows_first          int64   1   0300000000000000 e3356c57
+3 sum.values          float32 1   0000c843 ca5a8c83
+3 weight.codes        uint8   1,2 000f f64b72af
+3 weight.qparams      float16 1,2 00440000 046fdc11
+"""
+
+
+def test_worked_example(tmp_path: Path) -> None:
+    put(tmp_path / "zarr.json", frame(RUN))
+    for n, rows, part in [(1, 4, [0, 0, 4, 0, 1]), (2, 5, [0, 0, 3, -1, 1]), (3, 5, [0, 0, 1, -1, 1])]:
+        w = Writer(tmp_path, n, n - 1 or None)
+        w.table("user", "full" if n == 1 else "changed", {"weight": ("float32", 3), "sum": ("float32", None)}, rows)
+        told = [line.split()[1:] for line in EXAMPLE.splitlines() if line.startswith(str(n))]
+        arrays: Json = {}
+        for name, dtype, shape, payload, checksum in told:
+            values = np.frombuffer(bytes.fromhex(payload), dtype).reshape([int(size) for size in shape.split(",")])
+            arrays[name] = (values, None, "zstd" if checksum == "-" else None)
+        w.block(part[2], [held("weight", None, 3, 4), held("sum", "float32")], arrays, [*part, 0, 0, 0, 0])
+        w.done()
+        for name, _, shape, payload, checksum in told:
+            chunk = w.folder / "block-0-0" / name / ("c/0/0" if "," in shape else "c/0")
+            assert checksum == "-" or chunk.read_bytes().hex() == payload + checksum
+    user = reader.Checkpoint(tmp_path, 3).table("user")
+    assert same(user["weight"], [[0, 5, 15], [0, 16, 30], [1, 1, 1], [0, 0, 60], [-15, 0, 0]], "float32")
+    assert same(user["sum"], [1, 20, 3, 400, 5], "float32")
+    assert same(reader.Checkpoint(tmp_path, 1).table("user")["weight"][3], [np.nan, 0, 0], "float32")
+    assert reader.changes(tmp_path, 1, 3)[0]["user"][0].tolist() == [1, 3, 4]
+
+
+CHANGES: list[tuple[int, int, list[int], list[int], list[int], list[str]]] = [
+    # from, to: changed rows of emb; changed keys of users, deleted keys of users; dropped tables
+    (1, 2, [4, 5], [7, 12], [3], []),
+    (2, 3, [0, 1, 2, 3, 4], [3, 7], [12], []),  # emb has other `rows` on the way back: changed in every row
+    (3, 4, [0], [], [], []),
+    (4, 5, [0, 1, 2, 3, 4, 5], [7, 12], [3], ["brief"]),  # 5 brings 4 and 3; 3 brings 2
+    (5, 6, [], [-5, 8], [], ["users"]),  # users is another table
+    (3, 6, [0, 1, 2, 3, 4, 5], [-5, 8], [], ["brief", "users"]),
+]
+
+
+def test_changes(run: Path) -> None:
+    for p, c, rows, keys, deleted, dropped in CHANGES:
+        touched, gone = reader.changes(run, p, c)
+        found = [one.tolist() for name in ("emb", "users") for one in touched[name]]
+        assert (found, gone) == ([rows, [], keys, deleted], dropped), (p, c)
+        assert [one.dtype for one in touched["users"]] == ["int64" if c == 6 else "uint64"] * 2
+    for n, r in ((3, 1), (5, 2)):  # a rollback brings back every value
+        assert [entry[1:] for entry in everything(run, n)[:4]] == [entry[1:] for entry in everything(run, r)[:4]]
+
+
+def test_history(run: Path) -> None:
+    """HEA-2: without an origin, `dropped` names all tables. CHG-2: those of c are others, changed in every row."""
+    alter(run, increment, "manifest dropped", ["emb", "users"])
+    touched, dropped = reader.changes(run, 1, 2)
+    assert [touched[name][0].tolist() for name in ("emb", "users")] == [[0, 1, 2, 3, 4, 5], [TOP, 7, 9, 12]]
+    assert dropped == ["emb", "users"]
+    put(run / "00000003/zarr.json", frame(PRUNED | {"sequence": 3}))
+    assert kind(reader.Checkpoint(run, 4).table, "emb") == "pruned"
+    for p, c in ((2, 4), (4, 5), (6, 5)):  # the rollback 5 to 2 crosses 3; 6 is not below 5
+        assert kind(reader.changes, run, p, c) == "history_pruned"
+    assert reader.changes(run, 5, 6)[1] == ["users"]
+
+
+OTHERS: list[Json] = [{"other": 1}, {"attributes": {"other": 1}}, {"attributes": {"checkrun": PRUNED}}]
+FRAMES = [PRUNED | change for change in ({"sequence": 8}, {"format_version": "0.09"}, {"kind": "checkpoint"})]
+STATES: dict[str, list[bytes | Json]] = {
+    "burnt": [b"", GROUP, GROUP | {"attributes": {}, "consolidated_metadata": None}],
+    "damaged": [b'{"zarr_format": 3', *(GROUP | other for other in OTHERS), *map(frame, FRAMES)],
+    "pruned": [frame(PRUNED)],
+    "committed": [frame(PRUNED | {"kind": "checkpoint", "format_version": "0.10"})],
+}
+
+
+def test_states(run: Path) -> None:
+    """COM-2, COM-5, TRE-1."""
+    (run / "00000008").mkdir()
+    for litter in ("0000009/zarr.json", "0000000009/zarr.json", "00000000/zarr.json", "9007199254740992/zarr.json"):
+        put(run / litter, b"litter")
+    for state, document in [(state, document) for state, documents in STATES.items() for document in documents]:
+        put(run / "00000007/zarr.json", document)
+        assert reader.sequences(run) == dict.fromkeys(range(1, 7), "committed") | {7: state}
+        assert kind(reader.Checkpoint, run, 7) == {"committed": "unsupported_version"}.get(state, state)
+        if state == "damaged":
+            with pytest.raises(FormatError, match=r"damaged: .*00000007/zarr\.json: "):
+                reader.latest(run)
+        else:
+            assert reader.latest(run) == (7 if state == "committed" else 6)
+    put(run / "123456789/zarr.json", b"")
+    assert reader.sequences(run)[123456789] == "burnt"
+    assert kind(reader.Checkpoint, run, 8) == "checkpoint_not_found"
+    assert kind(reader.latest, run / "none") == "run_not_found"
+    for document in (b"", GROUP | OTHERS[1], frame(RUN | {"requires": ["x"]}), frame(RUN | {"format_version": "1.0"})):
+        put(run / "zarr.json", document)
+        assert kind(reader.latest, run) in ("not_a_run", "unsupported_feature", "unsupported_version")
+
+
+def test_missing_and_flipped(run: Path) -> None:
+    """Without any object of an attempt, or with a flipped bit in it, reading fails and names it."""
+    commit = reader.Checkpoint(run, 2).commit
+    for path in sorted(path for path in run.glob("0000000[12]/*/**/*") if path.is_file()):
+        data = path.read_bytes()
+        path.unlink()
+        for i in (len(data) // 2, len(data) - 1):
+            if "rows_first" not in path.parts:  # of which this reader makes no use (CHK-2)
+                with pytest.raises(FormatError) as caught:
+                    everything(run, 1, 2)
+                assert (caught.value.kind, caught.value.place) == ("damaged", str(path))
+            path.write_bytes(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :])
+        path.write_bytes(data)
+    data = (run / "00000002/zarr.json").read_bytes()
+    for i in range(len(data)):
+        put(run / "00000002/zarr.json", data[:i] + bytes([data[i] ^ 1 << i % 7]) + data[i + 1 :])
+        with suppress(FormatError):
+            assert reader.Checkpoint(run, 2).commit == commit, i
+
+
+def alter(run: Path, write: Callable[[Path], Writer], path: str, value: Any) -> None:
+    """Writes a checkpoint anew with another value at a path, or without it (...), and with fitting digests."""
+    w = write(run)
+    *way, last = [int(key) if key.isdigit() else key for key in path.split()]
+    found: Any = vars(w)
+    for key in way:
+        found = found[key]
+    found[last] = array(w.folder / f"block-0-{way[2]}" / str(last), *value) if way[-1] == "arrays" else value
+    if value is ...:
+        del found[last]
+    w.done()
+
+
+BREAKS: list[tuple[Callable[[Path], Writer], str, Any, str]] = [
+    (base, "manifest tensors 0 name", "s", "one name twice"),
+    (base, "manifest extra", ..., "extra"),
+    (base, "manifest tables 0 rows", None, "rows"),
+    (base, "manifest tensors 0 offset", 2, "elements"),
+    (base, "commit step", True, "step"),
+    (increment, "commit rollback_to", 2, "COM-6"),
+    (base, "parts parts 0 8", ..., "reshape"),
+    (base, "parts blocks 0 fields 0 bits", 9, "5.5"),
+    (base, "parts writer", 1, "PRT-1"),
+    (base, "parts parts 0 2", 1, "PRT-1 rows"),
+    (increment, "parts parts 0 6", 1, "PRT-1 deleted"),  # of an empty slice: still the running total
+    (branch, "parts parts 2 4", -1, "PRT-2 first_row"),
+    (increment, "parts parts 0 4", 3, "PRT-2 arrays"),
+    (increment, "parts parts 2 4", 0, "PRT-2 count"),  # a part of tombstones only
+    (base, "parts parts", [[0, 0, 0, 0, -1, 0, 0, 0, 0, 0], [0, 0, 0, 5, 0, 1, 0, 0, 0, 0]], "PRT-2 count"),
+    (increment, "manifest tables 1 storage", "unchanged", "PRT-2 unchanged"),
+    (increment, "parts blocks 0 arrays rows", ([-1, 4, 5], 2), "PRT-3"),
+    (increment, "parts blocks 2 arrays deleted", ([7, 3],), "PRT-3"),
+    (increment, "parts parts 2 0", 0, "PRT-3"),  # tombstones of a dense table
+    (branch, "parts parts 1 8", 4, "PRT-4"),
+    (base, "parts blocks 0 fields 1 name", "other", "PRT-4"),
+    (base, "manifest tables 0 fields 0 dtype", "int32", "PRT-4"),
+    (base, "parts blocks 0 fields 0 bits", 4, "not uint8"),
+    (base, "parts blocks 0 arrays sum.values", (np.zeros(5, np.float32), 3), "BLK-2"),
+    (base, "parts blocks 0 arrays weight.exact_index", ([5],), "BLK-5"),
+    (base, "parts blocks 0 fields 1 dtype", "float64", "RAW-1"),
+    (base, "manifest tables 1 storage", "changed", "no parent"),  # LAY-2
+    (rollback, "manifest tables 0 fields 1 dtype", "float64", "LAY-2"),
+    (rollback, "manifest tables 0 rows", 6, "LAY-3"),
+    (branch, "parts parts 1 8", 1, "LAY-4"),
+    (increment, "manifest tables 0 rows", 8, "RES-1"),
+    (base, "manifest tables 0 requires", ["column_group_qparams"], "unsupported_feature"),
+    (base, "manifest tables 0 addressing", "hashed", "unsupported_feature"),
+    (base, "manifest tables 0 fields 1 dtype", "float128", "unsupported_feature"),
+    (base, "parts blocks 0 fields 1 encoding", "codebook", "unsupported_feature"),
+    (base, "parts blocks 0 arrays sum.values", (np.zeros(5, np.float32), 2, "lz4"), "unsupported_feature"),
+]
+
+
+def test_broken_rules(run: Path) -> None:
+    """From the highest checkpoint down, so that what is below stays whole."""
+    for write, path, value, problem in sorted(BREAKS, key=lambda case: -CHECKPOINTS.index(case[0])):
+        alter(run, write, path, value)
+        with pytest.raises(FormatError) as caught:
+            everything(run, CHECKPOINTS.index(write) + 1)
+        assert problem in str(caught.value), (path, value)
+        assert problem != "unsupported_feature" or reader.Checkpoint(run, 1).table("users")  # TAB-1
+
+
+def test_strangers(run: Path) -> None:
+    """Tables of two dtypes in one block (PRT-4); another parent, another predecessor (MAN-2)."""
+    w = base(run)
+    for name, dtype in (("a", "float32"), ("b", "float16")):
+        w.table(name, "full", {"x": (dtype, None)}, rows=1)
+    arrays = {"x.values": of("float16", [1, 2])}
+    w.block(2, [held("x", "float16")], arrays, [2, 0, 1, 0, 1, 0, 0, 0], [3, 1, 1, 0, 1, 0, 0, 0])
+    w.done()
+    with pytest.raises(FormatError, match="PRT-4"):
+        everything(run, 1)
+    alter(run, base, "manifest extra", "other")
+    assert same(reader.Checkpoint(run, 1).table("emb")["sum"], [0.5, 1.5, 2.5, -0.0, 4.5], "float32")
+    with pytest.raises(FormatError, match="MAN-2"):
+        reader.Checkpoint(run, 2).table("emb")
+    alter(run, branch, "manifest extra", "other")
+    with pytest.raises(FormatError, match="MAN-2"):
+        reader.changes(run, 4, 6)
