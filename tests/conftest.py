@@ -28,7 +28,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
-ALTERS_RUNS = {"test_damage", "test_kill", "test_races", "test_manifest", "test_cli", "test_independent_reader_selfcheck"}
+ALTERS_RUNS = {
+    "test_damage",
+    "test_kill",
+    "test_races",
+    "test_manifest",
+    "test_cli",
+    "test_independent_reader_selfcheck",
+}
 """Modules whose tests leave runs behind that are damaged on purpose, or that compare them on their own."""
 
 
