@@ -267,7 +267,7 @@ class TestLs:
     def test_a_long_run_takes_no_more_memory(self, copy: Path, options: list[str]) -> None:
         """A few hundred bytes for each number: its name in the listing, and the number."""
         peaks = []
-        for last in (10, 100, 400):
+        for last in (10, 100, 300):
             for number in range(9, last + 1):
                 put_commit(copy, number, predecessor=number - 1)
             tracemalloc.start()
@@ -275,7 +275,7 @@ class TestLs:
                 _print_into(out, "ls", copy, *options)
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
-        assert peaks[2] - peaks[1] < 300 * 400
+        assert peaks[2] - peaks[1] < 200 * 400
 
 
 def _print_into(out: Any, *arguments: object) -> None:

@@ -1,0 +1,45 @@
+"""What stands below the options in the help of each command."""
+
+from __future__ import annotations
+
+import textwrap
+
+CODES = """
+    Exit codes:
+      0    fine
+      1    something is damaged; what can be read is shown
+           (verify: there is any problem but litter)
+      2    wrong usage, or a value that is refused
+      3    not found: no such run, checkpoint, table, row or key; or it is
+           pruned or burnt
+      4    written in a format version, or with a feature, that this release
+           does not read
+      5    the store failed: permission, space, network
+      130  interrupted
+      141  nobody reads the output any more
+"""
+
+ADDRESSES = """
+    RUN is a folder, or file:// and a path; RUN@SEQ is its checkpoint SEQ.
+    Where a folder has such a name itself, RUN/@SEQ is always the checkpoint
+    and NAME@SEQ/ always the folder; what may mean either is refused.
+"""
+
+JSON = """
+    With --json, standard output is JSON and nothing else. Errors and
+    warnings are lines on standard error.
+"""
+
+JSON_VALUES = """
+    Numbers in JSON are exact: a float32 is written as the double that it
+    equals. NaN and infinities are the texts "NaN", "Infinity" and
+    "-Infinity"; a complex number is [real, imaginary].
+"""
+
+
+def epilog(*paragraphs: str, examples: str, pointer: bool = True) -> str:
+    """Paragraphs that are printed as they are, then examples, then where the exit codes are explained."""
+    shown = [*paragraphs, "Example:\n" + textwrap.indent(textwrap.dedent(examples).strip("\n"), "  ")]
+    if pointer:
+        shown.append("Exit codes: see `checkrun --help`.")
+    return "\n\n".join("\b\n" + textwrap.dedent(paragraph).strip("\n") for paragraph in shown)

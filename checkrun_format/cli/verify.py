@@ -1,0 +1,136 @@
+"""`checkrun verify`: everything that is wrong with a run, or with one checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from checkrun_format import layout
+from checkrun_format.chain import History
+from checkrun_format.cli import document, endings
+from checkrun_format.cli.address import address_argument, parse
+from checkrun_format.cli.census import open_history
+from checkrun_format.cli.document import json_option
+from checkrun_format.cli.manual import epilog
+from checkrun_format.cli.page import Page
+from checkrun_format.manifest import Problem
+from checkrun_format.verify import verify_checkpoint
+
+_LITTER = "litter"
+
+
+@click.command(
+    epilog=epilog(
+        """
+        Kinds: damaged, burnt, pruned (and yet needed), unsupported_version,
+        unsupported_feature, storage, not_a_run; and litter, which no checkpoint
+        needs: it is harmless and does not change the exit code.
+        """,
+        """
+        With --json: {"run", "sequence", "problems": [{"place", "kind",
+        "message"}], "checked", "counts"}.
+        """,
+        examples="""
+        checkrun verify my-run
+        checkrun verify my-run@42 --json | jq '.problems[].place'
+        """,
+    )
+)
+@address_argument
+@json_option
+def verify(address: str, *, as_json: bool) -> None:
+    """Check everything that is stored.
+
+    That is: every requirement of the format that can be checked on the stored bytes of a run, or of checkpoint SEQ.
+    Each problem is a line, PLACE: KIND: MESSAGE. Exit code 1 if there is any but litter.
+    """
+    where = parse(address)
+    history, problems = open_history(where.url)
+    numbers = history.numbers() if where.sequence is None else [_existing(history, where.sequence)]
+    page = Page()
+    audit = Audit(history, problems, numbers, _console(page, as_json=as_json))
+    if as_json:
+        head = {"run": history.store.url, "sequence": where.sequence}
+        items = (document.problem(problem) for problem in audit)
+        document.listing(head, "problems", items, lambda: {"checked": len(numbers), "counts": dict(audit.counts)})
+    else:
+        for problem in audit:
+            style = "dim" if problem.kind == _LITTER else "red"
+            page.line(problem.place, ": ", (problem.kind, style), f": {problem.message}")
+        page.line(_conclusion(audit.counts, len(numbers)))
+    if audit.counts.keys() - {_LITTER}:
+        raise click.exceptions.Exit(endings.DAMAGED)
+
+
+def _existing(history: History, sequence: int) -> int:
+    """The same number; an error if there is nothing of this number, not even litter."""
+    if not history.store.list(layout.folder(sequence)):
+        history.get(sequence)
+    return sequence
+
+
+def _console(page: Page, *, as_json: bool) -> Console | None:
+    """Where progress can be drawn without disturbing what is printed."""
+    if page.console is not None:
+        return None if as_json else page.console
+    return Console(stderr=True) if sys.stderr.isatty() else None
+
+
+class Audit:
+    """The problems of some numbers, counted by kind while they pass; progress on a terminal.
+
+    A damaged object is met again by every checkpoint whose chain needs it: the same problem passes once.
+
+    Parameters
+    ----------
+    problems : list
+        Those that are known already.
+    console : Console or None
+        Where progress is drawn.
+    """
+
+    def __init__(
+        self, history: History, problems: Sequence[Problem], numbers: Sequence[int], console: Console | None
+    ) -> None:
+        self._history = history
+        self._problems = problems
+        self._numbers = numbers
+        self._console = console
+        self.counts: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Problem]:
+        seen: set[Problem] = set()
+        for problem in self._found():
+            if problem not in seen:
+                self.counts[problem.kind] += 1
+                yield problem
+            if problem.kind != _LITTER:
+                seen.add(problem)
+
+    def _found(self) -> Iterator[Problem]:
+        yield from self._problems
+        columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        hidden = self._console is None
+        # Rich would send what is printed meanwhile to where it draws progress.
+        progress = Progress(
+            *columns,
+            console=self._console,
+            disable=hidden,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with progress:
+            for number in progress.track(self._numbers):
+                yield from verify_checkpoint(self._history.store, number)
+
+
+def _conclusion(counts: Counter[str], numbers: int) -> str:
+    checked = f"{numbers:,} number{'s' * (numbers != 1)} checked"
+    found = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+    return f"{checked}: {found or 'no problem'}."
