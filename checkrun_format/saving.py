@@ -415,12 +415,13 @@ class Saver:
             raise InvalidInputError(f"unchanged: table {entry.name!r} has rows that changed since the parent: put them")
 
     def _needed(self, entry: TableEntry, below: StoredCheckpoint | None) -> Ids:
-        """The rows or keys that the parts of a table must hold: of a changed one, what is new or stored since."""
+        """The rows or keys that the parts of a table must hold: of a changed one, what is new, stored since or pending."""
         if entry.storage == "full" or below is None:
             return np.arange(entry.rows or 0)
         since = self.ledger.since(below, entry.name, entry.addressing)
+        since.update(self.ledger.pending.get(entry.name, Touched.nothing(entry.addressing)))
         if since.everything:
-            raise InvalidInputError(f"table {entry.name!r} was stored full since the parent: store it full")
+            raise InvalidInputError(f"table {entry.name!r} changed as a whole since the parent: store it full")
         if isinstance(since.rows, RowSet):
             since.rows.add(np.arange(below.entry(entry.name).rows or 0, entry.rows or 0))
             return since.rows.ids(entry.rows)

@@ -241,7 +241,7 @@ SIZES = st.fixed_dictionaries(
         "pool": st.sampled_from([1, 300, 64 << 20]),
         "piece": st.sampled_from([1, 100, 16 << 20]),
         "scatter": st.sampled_from([1, 64, 4 << 20]),
-        "chunk_bytes": st.sampled_from([1, 16, 64, 300, 4096]),
+        "chunk_bytes": st.sampled_from([1, 24, 64, 64, 300, 300, 4096]),
     }
 )
 
@@ -267,8 +267,8 @@ def check(layers: list[Layer], sizes: dict[str, int], seed: int, *, keyed: bool)
 
 
 def check_by_the_independent_reader(history: History, number: int, seed: int) -> None:
-    """RES-1, CHG-2: two implementations of one page."""
-    if not number:
+    """RES-1, CHG-2: two implementations of one page. It wants files: in one of four examples."""
+    if not number or seed % 4:
         return
     ids, wanted = arrays(history.states[number])
     since = seed % number + 1

@@ -1672,6 +1672,33 @@ class TestSeveralWriters:
         assert_same(checkpoint.table("a").read(), {"weight": tables["a"]})
         assert [(c.table, c.dropped) for c in checkpoint.changes_since(1)] == [("b", True), ("c", False)]
 
+    def test_rows_of_a_plain_save_that_failed_are_needed(self, tmp_path: Path) -> None:
+        """Rows named by `changed` are remembered until a save commits, of whichever kind."""
+        store = FaultyStore(tmp_path)
+        run = crf.open_run(store, "a", policy="consecutive")
+        values = random_bits("float32", (6, 2))
+        run.save(State(tables={"t": Table({"weight": values}), "u": Table({"weight": values})}))
+        values = changed_at(values, [1, 3], 1)
+        store.arm(1)
+        table = Table({"weight": values}, changed=[1])
+        with pytest.raises(StorageError):
+            run.save(State(tables={"t": table, "u": table}))
+        store.arm(0)
+        for table_u, told in (
+            (None, "unchanged: table 'u' has rows that changed"),
+            ([3], "table 'u': no part holds row 1"),
+        ):
+            save = run.begin(writers=1)
+            writer = save.writer(0)
+            writer.put("t", {"weight": values[[1, 3]]}, rows=[1, 3], of=6, storage="changed")
+            if table_u:
+                writer.put("u", {"weight": values[table_u]}, rows=table_u, of=6, storage="changed")
+            with pytest.raises(InvalidInputError, match=told):
+                save.commit([writer.finish()], unchanged=[] if table_u else ["u"])
+        made = run.save(State(tables={"t": Table({"weight": values}, changed=[3]), "u": table}))
+        assert_same(made.table("t").read(), {"weight": values})
+        assert made.table("t").stored_rows == 2
+
     def test_abandoned(self, tmp_path: Path) -> None:
         """Leaving without a commit: what was stored is litter, and the number is free."""
         run = crf.open_run(tmp_path, "a", durable=False)
