@@ -154,7 +154,7 @@ class Ledger:
         """Note the keys that came or went since the origin, whether the trainer named them or not."""
         try:
             before = live_keys(self._history.layers(origin, name))
-        except CheckrunError:
+        except (DamagedError, PrunedError):
             noted.everything = True  # the origin cannot be read: nothing is laid over it
             return
         gone = np.setdiff1d(before, keys, assume_unique=True)

@@ -140,10 +140,12 @@ class Run:
         return default
 
     def at(self, *, step: int) -> Checkpoint:
-        """The newest checkpoint of a step (steps repeat after going back)."""
+        """The newest checkpoint of a step (steps repeat after going back).
+
+        What is passed over on the way down is opened too, so that an altered step is found (OPN-1).
+        """
         for number in reversed(self._history.numbers()):
-            occupant = self._history.occupant(number)
-            if isinstance(occupant, Commit) and occupant.step == step:
+            if isinstance(self._history.occupant(number), Commit) and self[number].step == step:
                 return self[number]
         raise CheckpointNotFoundError(f"{self.url} has no checkpoint of step {step}")
 

@@ -415,7 +415,7 @@ class Saver:
             raise InvalidInputError(f"unchanged: table {entry.name!r} has rows that changed since the parent: put them")
 
     def _needed(self, entry: TableEntry, below: StoredCheckpoint | None) -> Ids:
-        """The rows or keys that the parts of a table must hold: of a changed one, what is new, stored since or pending."""
+        """The rows or keys that parts must hold: of a changed table, what is new, stored since, or pending."""
         if entry.storage == "full" or below is None:
             return np.arange(entry.rows or 0)
         since = self.ledger.since(below, entry.name, entry.addressing)

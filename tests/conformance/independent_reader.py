@@ -1,7 +1,4 @@
-"""A second reader of the checkrun format 0.9, written from FORMAT.md alone: short, not fast; it checks CHK-1.
-
-As a script, `independent_reader.py RUN [SEQUENCE]` prints a line of JSON per table, with digests of its values.
-"""
+"""A second reader of the checkrun format 0.9, written from FORMAT.md alone: short, not fast; it checks CHK-1."""
 
 import gzip
 import hashlib
@@ -31,8 +28,8 @@ STORED = {pair.split(":")[0]: pair.split(":")[-1] for pair in DTYPES.split()}
 LOGICAL = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in STORED}
 KINDS = (("dense", None), ("keyed", "int64"), ("keyed", "uint64"))  # addressing and key_dtype of a table
 GROUP = {"zarr_format": 3, "node_type": "group"}
-TEXT, INTEGER, NUMBER = '".*"', r"\d{1,19}", r"null|[1-9]\d*"  # as JSON, like all values of a commit (5.2):
-COMMIT = {"requires": r'\[(".*")?\]', "step": r"null|\d{1,19}", "created": TEXT, "attempt": '"[0-9a-f]{16,64}"'}
+TEXT, INTEGER, NUMBER = r'"([^"\\]|\\.)*"', r"\d{1,19}", r"null|[1-9]\d*"  # as JSON, like all values of a commit (5.2):
+COMMIT = {"requires": rf"\[({TEXT}(, )?)*\]", "step": r"null|\d{1,19}", "created": TEXT, "attempt": '"[0-9a-f]{16,64}"'}
 COMMIT |= {"parent": NUMBER, "predecessor": NUMBER, "rollback_to": NUMBER, "restores": INTEGER, "stored_bytes": INTEGER}
 POLICY, FILE = {"name": TEXT, "reason": TEXT}, {"bytes": INTEGER, "sha256": '"[0-9a-f]{64}"'}
 
@@ -58,8 +55,7 @@ def guard(place: object) -> Iterator[None]:  # whatever else is raised while a p
         raise FormatError("damaged", place, f"{type(error).__name__}: {error}") from error
 
 
-def read_json(place: Path, told: Any = None) -> Any:
-    """A document; where its size and SHA-256 are told, the one that was meant (MAN-1)."""
+def read_json(place: Path, told: Any = None) -> Any:  # the one that was meant, where size and SHA-256 are told (MAN-1)
     data = place.read_bytes()
     facts = len(data), hashlib.sha256(data).hexdigest()
     must(told is None or facts == (told["bytes"], told["sha256"]), place, "another size or SHA-256 (MAN-1)")
@@ -69,7 +65,7 @@ def read_json(place: Path, told: Any = None) -> Any:
 
 def framed(place: Path, foreign: str = "damaged") -> Any:
     """The `checkrun` object of a zarr.json (DOC-3); None in an empty object or a bare Zarr group (COM-2, RUN-1)."""
-    zarr = read_json(place) if place.stat().st_size else GROUP
+    zarr: Any = read_json(place) if place.stat().st_size else GROUP
     group, attributes = zarr | GROUP == zarr, zarr.get("attributes", {})
     if "checkrun" not in attributes:
         bare = attributes == {} and zarr.keys() <= {*GROUP, "consolidated_metadata", "attributes"}
@@ -138,8 +134,7 @@ def read_array(place: Path, entry: Any, dtypes: str, n: int | None, *width: int)
             data, checksum = (stored := chunk.read_bytes())[:-4], stored[-4:]
             must(google_crc32c.value(data).to_bytes(4, "little") == checksum, chunk, "wrong CRC-32C")
             if compression:
-                unzip = blosc2.decompress if compression == "blosc" else zstandard.decompress
-                data = unzip(data)
+                data = zstandard.decompress(data, size) if compression == "zstd" else blosc2.decompress(data)
             must(len(data) == size, chunk, f"{len(data)} bytes instead of {size}")
             whole += data
     return np.frombuffer(whole, np.dtype(dtype).newbyteorder("<")).reshape(-1, *width)[:rows]
@@ -159,8 +154,7 @@ class Block:  # arrays that are cut into parts of tables
         self.array = cache(lambda name, *kind: read_array(folder / name, self.arrays[name], *kind))
         self.values = cache(self.decode)
 
-    def contents(self, part: list[int], table: Any) -> tuple[Array, Array]:
-        """The rows or keys of a part, and its tombstones (5.5)."""
+    def contents(self, part: list[int], table: Any) -> tuple[Array, Array]:  # rows or keys, tombstones (5.5)
         offset, count, first_row, _, start, deleted = part[2:8]
         told = count and first_row < 0
         rows = self.array("rows", "int64", self.n)[offset:][:count] if told else np.arange(first_row, first_row + count)
@@ -169,15 +163,14 @@ class Block:  # arrays that are cut into parts of tables
         must(fit and (table["addressing"] == "keyed" or not deleted), self.folder, f"an impossible part {part}")
         return ascending(rows, self.folder, table["rows"]), ascending(tombstones, self.folder)
 
-    def decode(self, name: str, dtype: str) -> Array:
-        """A field of all rows of the block, of this logical dtype, in two dimensions (7.2, 7.3)."""
+    def decode(self, name: str, dtype: str) -> Array:  # of all its rows, in two dimensions (7.2, 7.3)
         field, place = self.fields[name], self.folder / name
         encoding, bits, stored, width = (field[key] for key in ("encoding", "bits", "dtype", "columns"))
         columns = [] if width is None else [width]
         if encoding == "affine":
             packed = self.array(f"{name}.codes", "uint8", self.n, -(-width * bits // 8))
             stream = np.unpackbits(packed, axis=1, count=width * bits, bitorder="little")
-            codes = stream.reshape(self.n, width, bits) @ (1 << np.arange(bits))
+            codes = stream.reshape(self.n, width, bits) @ np.array([2**j for j in range(bits)], np.uint8)
             qparams = self.array(f"{name}.qparams", "float16 float32", self.n, 2).astype(np.float32)
             with np.errstate(all="ignore"):
                 values = (codes.astype(np.float32) * qparams[:, :1] + qparams[:, 1:]).astype(LOGICAL[dtype])
@@ -197,7 +190,7 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
     def __init__(self, run_path: str | Path, n: int, lacking: str = "") -> None:
         self.run, self.n = open_run(run_path), n
         self.commit = commit = read_commit(self.run, n, lacking)
-        self.folder = self.place = folder = self.run / f"{n:08d}"
+        folder = self.run / f"{n:08d}"
         must(commit["format_version"] == VERSION, folder, "another version (VER-1)", "unsupported_version")
         must(commit["requires"] == [], folder, "needs another reader (VER-2)", "unsupported_feature")
         self.folder = folder = folder / commit["attempt"]
@@ -205,9 +198,7 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
             self.place, self.manifest = place, (manifest := read_json(place, commit["manifest"]))
             copy = json.dumps({"manifest": commit["manifest"]} | manifest["commit"], sort_keys=True)
             must(copy == json.dumps(commit, sort_keys=True), place, "another commit (MAN-1)")
-            self.entries = {
-                kind: {one["name"]: one for one in manifest[kind]} for kind in ("tables", "tensors", "blobs")
-            }
+            self.entries = {key: {one["name"]: one for one in manifest[key]} for key in ("tables", "tensors", "blobs")}
             self.entries["extra"] = {"": manifest["extra_blob"]}
             self.parts: dict[str, list[tuple[Block, list[int]]]] = {name: [] for name in self.tables()}
             self.dense: dict[tuple[int, str], Any] = {}
@@ -223,8 +214,7 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
     def below(self, which: str) -> "Checkpoint":  # the parent or the predecessor (MAN-2)
         must(self.commit[which] is not None, self.place, f"no {which}")
         other = Checkpoint(self.run, self.commit[which], "damaged")
-        same = self.manifest[f"{which}_sha256"] == other.commit["manifest"]["sha256"]
-        must(same, other.place, f"not the {which} of {self.n} (MAN-2)")
+        must(self.manifest[f"{which}_sha256"] == other.commit["manifest"]["sha256"], other.place, f"no {which} (MAN-2)")
         return other
 
     def resolve(self, name: str) -> tuple[Any, Array, dict[str, Array]]:
@@ -239,9 +229,8 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
                 lower, old, below = self.below("parent").resolve(name)
                 like = [{one["name"]: (one["dtype"], one["columns"]) for one in of["fields"]} for of in (entry, lower)]
                 same = like[0] == like[1] and kind == (lower["addressing"], lower["key_dtype"])
-                grown = (entry["rows"] or 0) - (lower["rows"] or 0)
-                fit = same and (grown == 0 or (grown > 0 and storage == "changed"))
-                must(fit, place, "not over what the parent has (LAY-2, LAY-3)")
+                fit = entry["rows"] == lower["rows"] or (storage == "changed" and entry["rows"] > lower["rows"])
+                must(same and fit, place, "not over what the parent has (LAY-2, LAY-3)")
             parts = [(block, part, *block.contents(part, entry)) for block, part in self.parts[name]]
             listed = np.unique(np.concatenate([NO_ROWS, *(rows for _, _, rows, _ in parts)]))
             kept = ~np.isin(old, np.concatenate([listed, *(deleted for *_, deleted in parts)]))
@@ -251,7 +240,7 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
                 name, dtype, width = field["name"], field["dtype"], field["columns"]
                 filled, inherited = np.zeros((len(keys), width or 1), LOGICAL[dtype]), ~np.isin(keys, listed)
                 filled[inherited] = below.get(name, NO_ROWS)[kept].reshape(-1, width or 1)
-                times = inherited[:, None] + np.zeros(filled.shape, np.int32)
+                times: Array = inherited[:, None] + np.zeros(filled.shape, np.int32)
                 for block, part, rows, _ in [one for one in parts if name in one[0].fields]:
                     values = block.values(name, dtype)[part[2] : part[2] + part[3]]
                     start = part[8 + [*block.fields].index(name)]
@@ -285,8 +274,7 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
             inline = self.manifest["extra_blob"] is None
             return self.manifest["extra"] if inline else json.loads(self.stored("extra", "").tobytes().decode())
 
-    def stored(self, kind: str, name: str) -> Array:
-        """A tensor, or the bytes of a blob (TEN-2)."""
+    def stored(self, kind: str, name: str) -> Array:  # a tensor, or the bytes of a blob (TEN-2)
         must(name in self.entries[kind], self.place, f"no {name!r} in {kind}", "not_found")
         with guard(self.place):
             entry, tensor = self.entries[kind][name], kind == "tensors"
@@ -301,7 +289,7 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
             return found[start:stop].view(LOGICAL[dtype]).reshape(shape)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # RUN [SEQUENCE]: a line of JSON per table, with digests of its values
     checkpoint = Checkpoint(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else latest(sys.argv[1]) or 0)
     for table in checkpoint.tables():
         fields = checkpoint.table(table)
