@@ -303,6 +303,8 @@ class Checkpoint:
         State
             Tables hold every field as an array, and `keys` if keyed.
         """
+        if isinstance(tables, str):
+            raise InvalidInputError(f"tables={tables!r}: give a list of names")
         names = self.tables if tables is None else list(tables)
         given = out or State()
         return State(

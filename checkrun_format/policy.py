@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, TypeAlias
 
+import numpy as np
+
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.state import FieldSpec, Inherit
@@ -116,14 +118,14 @@ class BitRule:
         _check_field_bits(chosen, f"table {table!r}, bits")
         fits = field.dtype in dtypes.FLOATING and field.columns is not None
         if not isinstance(chosen, Mapping):
-            return chosen if field.name == "weight" and fits else None
+            return None if chosen is None or field.name != "weight" or not fits else int(chosen)
         bits = chosen.get(field.name)
         if bits is not None and not fits:
             raise InvalidInputError(
                 f"table {table!r}, field {field.name!r}: only floating-point fields (rows, columns) are quantized; "
                 f"this one is {field.dtype}{' (rows,)' if field.columns is None else ''}"
             )
-        return bits
+        return None if bits is None else int(bits)
 
     def _for_table(self, table: str, restores: int) -> FieldBits:
         if self.bits == "auto":
@@ -148,5 +150,5 @@ def _check_field_bits(value: object, what: str) -> None:
 
 
 def _check_bits(bits: object, what: str) -> None:
-    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8):
+    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int | np.integer) or not 1 <= bits <= 8):
         raise InvalidInputError(f"{what}: {bits!r}; give None or a number from 1 to 8")

@@ -177,9 +177,9 @@ class Saver:
             )
         chain = {below.commit.sequence: below for below in self._history.chain(origin)}
         number = origin.commit.sequence if parent == "latest" else parent
-        if number not in chain:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number not in chain:
             raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}")
-        return chain[number]
+        return chain[int(number)]
 
     def _decide(self, parent: int | str | None) -> tuple[StoredCheckpoint | None, PolicyNote]:
         """Over which checkpoint to save, and why."""

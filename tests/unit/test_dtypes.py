@@ -121,3 +121,10 @@ class TestNames:
     def test_floating_ones_may_be_quantized(self) -> None:
         assert {"float16", "bfloat16", "float32", "float64"} == dtypes.FLOATING
         assert set(NAMES) > dtypes.FLOATING
+
+
+def test_any_true_is_stored_as_one() -> None:
+    """TYP-1 and the table of dtypes: a bool is 0 or 1, though numpy takes every byte but 0 for True."""
+    given = np.array([0, 1, 2, 255], np.uint8).view(np.bool_)
+    assert dtypes.to_stored(given).tolist() == [0, 1, 1, 1]
+    assert dtypes.to_stored(given.reshape(2, 2)[:, 1]).tolist() == [1, 1]

@@ -1727,3 +1727,22 @@ class TestSeveralWriters:
         with pytest.raises(InvalidInputError, match=r"part lists of writers \[0\]"):
             save.commit(lists[:1])
         assert run.latest(default=None) is None
+
+
+@pytest.mark.parametrize("parent", [True, 1.0, "1", (1,)])
+def test_a_parent_is_a_number(tmp_path: Path, parent: Any) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a")
+    table = crf.Table({"weight": np.zeros((3, 2), np.float32)}, changed=[])
+    run.save(crf.State(tables={"t": table}))
+    with pytest.raises(crf.InvalidInputError, match=r"parent=.* is not in the chain"):
+        run.save(crf.State(tables={"t": table}), parent=parent)
+    assert [c.sequence for c in run.log()] == [1]
+
+
+def test_bits_may_be_a_numpy_integer(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a", bits=np.int64(4))
+    saved = run.save(crf.State(tables={"t": crf.Table({"weight": np.float32([[0, 5, 15]])})}))
+    encoder = saved.table("t").fields[0].encoder
+    assert encoder is not None
+    assert encoder["bits"] == 4
+    assert saved.table("t").read()["weight"].tolist() == [[0, 5, 15]]
