@@ -71,7 +71,8 @@ def to_stored(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     name = name_of(array.dtype)
     native = array.astype(_NUMPY[name], copy=False)
     if name == "bool":
-        return (native.view(np.uint8) != 0).view(np.uint8)  # numpy takes any byte but 0 for True; the format takes 1
+        ones: npt.NDArray[Any] = (native.view(np.uint8) != 0).view(np.uint8)
+        return ones  # numpy takes any byte but 0 for True, the format takes 1
     return native.view(STORED[name]) if STORED[name] != name else native
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import checkrun_format as crf
 from checkrun_format import reader, writer
-from tests.conformance import independent_reader
+from tests.conformance import independent_changes, independent_reader
 from tests.property.strategies import KEYS, Fields, Ids, MemoryStore, joined, same_bits, same_fields, taken
 
 WEIGHTS = 5
@@ -277,7 +277,7 @@ def check_by_the_independent_reader(history: History, number: int, seed: int) ->
         assert isinstance(history.run._store, MemoryStore)
         history.run._store.dump(Path(folder))
         found = independent_reader.Checkpoint(folder, number).table("t")
-        changed, deleted = independent_reader.changes(folder, since, number)[0]["t"]
+        changed, deleted = independent_changes.changes(folder, since, number)[0]["t"]
     keys = found.pop("", None)
     assert keys is None or same_bits(keys, ids)
     assert same_fields(found, wanted)

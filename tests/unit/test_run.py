@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -1740,8 +1740,8 @@ def test_a_parent_is_a_number(tmp_path: Path, parent: Any) -> None:
 
 
 def test_bits_may_be_a_numpy_integer(tmp_path: Path) -> None:
-    run = crf.open_run(tmp_path / "run", mode="a", bits=np.int64(4))
-    saved = run.save(crf.State(tables={"t": crf.Table({"weight": np.float32([[0, 5, 15]])})}))
+    run = crf.open_run(tmp_path / "run", mode="a", bits=cast("int", np.int64(4)))
+    saved = run.save(crf.State(tables={"t": crf.Table({"weight": np.array([[0, 5, 15]], np.float32)})}))
     encoder = saved.table("t").fields[0].encoder
     assert encoder is not None
     assert encoder["bits"] == 4
