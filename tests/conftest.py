@@ -32,6 +32,7 @@ ALTERS_RUNS = {
     "test_damage",
     "test_kill",
     "test_races",
+    "test_zarr_reads",
     "test_manifest",
     "test_cli",
     "test_independent_reader_selfcheck",

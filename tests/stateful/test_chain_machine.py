@@ -56,6 +56,7 @@ class FaultyStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.left = 0
+        self.reads = True
         self.after = False
         self.error: BaseException = Interrupted()
         self.keeps_commit = False
@@ -64,11 +65,9 @@ class FaultyStore(MemoryStore):
 
     def arm(self, fault: Fault | None, snapshot: Snapshot | None = None) -> None:
         self.snapshot = snapshot
-        self.left = 0 if fault is None else fault.at
-        self.after = fault is not None and fault.after
-        self.keeps_commit = fault is not None and fault.late
-        interrupted = fault is not None and fault.interrupts
-        self.error = Interrupted() if interrupted else StorageError(errno.ENOSPC, "the disk is full")
+        fault = fault or Fault()
+        self.left, self.reads, self.after, self.keeps_commit = fault.at, fault.reads, fault.after, fault.late
+        self.error = Interrupted() if fault.interrupts else StorageError(errno.ENOSPC, "the disk is full")
 
     def _failing(self, effect: Callable[[], Any]) -> Any:
         self.left -= 1
@@ -80,7 +79,9 @@ class FaultyStore(MemoryStore):
         return result
 
     def get(self, key: str) -> bytes | None:
-        data: bytes | None = self._failing(lambda: super(FaultyStore, self).get(key))
+        data: bytes | None = (
+            self._failing(lambda: super(FaultyStore, self).get(key)) if self.reads else super().get(key)
+        )
         return data
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> int:
@@ -112,9 +113,10 @@ class FaultyStore(MemoryStore):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The store fails at its `at`-th call; or (late) keeps the commit back and loses the acknowledgement."""
+    """The store fails at its `at`-th call, or write; or (late) keeps the commit back and loses the acknowledgement."""
 
     at: int = 0
+    reads: bool = True
     after: bool = False
     interrupts: bool = False
     late: bool = False
@@ -122,7 +124,8 @@ class Fault:
 
 def faults() -> st.SearchStrategy[Fault]:
     at = st.integers(1, 12) | st.integers(1, 150)
-    return st.builds(Fault, at=at, after=st.booleans(), interrupts=st.booleans()) | st.just(Fault(late=True))
+    some = st.builds(Fault, at=at, reads=st.booleans(), after=st.booleans(), interrupts=st.booleans())
+    return some | st.just(Fault(late=True))
 
 
 @dataclass(kw_only=True)
@@ -355,12 +358,23 @@ class ChainMachine(RuleBasedStateMachine):
         self.edit(edits)
         self.try_to_save(how, None)
 
-    @rule(edits=edits(), how=hows(), fault=faults(), more=edits(), again=hows())
-    def fail_and_retry(self, edits: list[Edit], how: How, fault: Fault, more: list[Edit], again: How) -> None:
-        """A save that fails keeps its changed rows for the next one."""
+    @rule(
+        edits=edits(),
+        how=hows(),
+        fault=faults(),
+        between=st.sampled_from([None, None, "compact", "take_over"]),
+        more=edits(),
+        again=hows(),
+    )
+    def fail_and_retry(
+        self, *, edits: list[Edit], how: How, fault: Fault, between: str | None, more: list[Edit], again: How
+    ) -> None:
+        """A save that fails keeps its changed rows for the next one, whatever is committed in between (CMP-1)."""
         self.edit(edits)
         self.try_to_save(how, fault)
         self.edit(more)
+        if between is not None and self.ledger.latest is not None:
+            self.copy_latest(fault=None, take_over=between == "take_over")
         self.try_to_save(again, None)
 
     @rule(edits=edits(), how=hows(), fault=faults())
@@ -394,7 +408,7 @@ class ChainMachine(RuleBasedStateMachine):
         former = Held(kind=before.kind, ids=before.ids.copy(), fields=copy.deepcopy(before.fields))
         self.edit_table(name, operation, count, seed)
         kept = self.held[name].ids if operation == "shrink" else former.ids[:0]
-        self.try_to_save(how, Fault(at=1))
+        self.try_to_save(how, Fault(at=1, reads=False))
         former.put(np.setdiff1d(former.ids, kept), seed + 1)
         self.held[name] = former
         self.try_to_save(again, None)
@@ -789,3 +803,79 @@ def check_narrowed(found: Array, wanted: Array, slack: int) -> None:
 
 
 TestChain = ChainMachine.TestCase
+
+
+def dense(rows: int, changed: list[int] | None = None) -> crf.State:
+    return crf.State(tables={"t": crf.Table({"w": np.arange(float(rows))}, changed=changed)})
+
+
+@pytest.mark.parametrize(("now", "storage"), [(4, "full"), (3, "full"), (5, "changed"), (6, "changed")])
+def test_a_follower_learns_of_rows_that_are_gone(now: int, storage: str) -> None:
+    """CHG-2: also where the table, over a parent with as few rows, would have nothing to store (LAY-3)."""
+    run = crf.open_run(MemoryStore(), mode="a")
+    run.save(dense(3))
+    run.save(dense(5, []), parent=1)
+    done = run.save(dense(now, []), parent=1)
+    assert done.table("t").storage == storage
+    after = applied({"t": loaded(run[2].load().tables["t"])}, done.changes_since(2))
+    assert same_bits(after["t"].fields["w"], np.arange(float(now)))
+
+
+@pytest.mark.parametrize("changed", ["ids", "all"])
+def test_nested_rollbacks(changed: str) -> None:
+    """CHG-1: a way back over a way back; rows that shrank away, keys that went, tables that came on the way."""
+    run = crf.open_run(MemoryStore(), mode="a")
+    states: dict[int, crf.State] = {}
+
+    def save(rows: int, keys: list[int], *, extra: bool) -> None:
+        told: Any = crf.ALL if changed == "all" else []
+        number = len(states) + 1
+        tables = {
+            "dense": crf.Table({"w": np.full(rows, float(number))}, changed=crf.ALL),
+            "keyed": crf.Table({"w": np.array(keys, np.float64)}, keys=keys, changed=told),
+        }
+        if extra:
+            tables["extra"] = crf.Table({"w": np.ones(2)}, changed=crf.ALL)
+        known = set() if not states else set(run.latest().tables)
+        done = run.save(crf.State(tables=tables), dropped=sorted(known - set(tables)))
+        states[done.sequence] = done.load()
+
+    def back(number: int) -> None:
+        states[run.rollback(number).sequence] = states[number]
+        run.restore()
+
+    save(5, [1, 2, 3], extra=False)  # 1
+    save(3, [2, 3, 9], extra=True)  # 2
+    save(8, [3], extra=True)  # 3
+    back(2)  # 4
+    save(6, [2, 3, 4, 9], extra=False)  # 5
+    back(1)  # 6
+    save(7, [1, 7], extra=True)  # 7
+    back(3)  # 8
+    back(5)  # 9
+    for upper, state in states.items():
+        for lower in range(1, upper + 1):
+            before = {name: loaded(table) for name, table in states[lower].tables.items()}
+            after = applied(before, run[upper].changes_since(lower))
+            wanted = {name: loaded(table) for name, table in state.tables.items()}
+            assert after.keys() == wanted.keys(), (lower, upper)
+            for name, rows in wanted.items():
+                assert same_bits(after[name].ids, rows.ids), (lower, upper, name)
+                assert same_bits(after[name].fields["w"], rows.fields["w"]), (lower, upper, name)
+
+
+def test_what_was_told_to_a_save_that_could_not_read() -> None:
+    """HEA-2: the store fails before the changed rows are noted; the next save stores everything."""
+    store = FaultyStore()
+    run = crf.open_run(store, mode="a")
+    run.save(dense(5))
+    run.restore()
+    state = dense(5, [2])
+    state.tables["t"].fields["w"][2] = -1
+    run._history._checkpoints.clear()
+    store.arm(Fault(at=1))
+    with pytest.raises(StorageError):
+        run.save(state, parent="latest")
+    store.arm(None)
+    state.tables["t"].changed = []
+    assert run.save(state).table("t").read()["w"].tolist() == [0, 1, -1, 3, 4]
