@@ -36,7 +36,7 @@ def test_row_aligned_arrays_are_cut_alike(tmp_path: Path) -> None:
 
 
 def test_arrays_have_the_shape_and_dtype_of_their_block(tmp_path: Path) -> None:
-    """BLK-1"""
+    """BLK-1."""
     one = block(tmp_path, **{"w.values": array(4)})
     assert one.array("w.values", "float32", (4,)).chunk_rows == 4
     with pytest.raises(crf.DamagedError, match=r"^group/w.values: float32 \[4\] where float32 \[5\] belongs \(BLK-1\)"):
