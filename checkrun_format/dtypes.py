@@ -70,9 +70,8 @@ def to_stored(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same bits under the dtype that stores them, little endian; no copy if avoidable."""
     name = name_of(array.dtype)
     native = array.astype(_NUMPY[name], copy=False)
-    if name == "bool":
-        ones: npt.NDArray[Any] = (native.view(np.uint8) != 0).view(np.uint8)
-        return ones  # numpy takes any byte but 0 for True, the format takes 1
+    if name == "bool" and native.view(np.uint8).max(initial=0) > 1:
+        native = native != np.False_  # numpy takes any byte but 0 for True, the format takes 1
     return native.view(STORED[name]) if STORED[name] != name else native
 
 

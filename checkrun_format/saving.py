@@ -29,6 +29,7 @@ from checkrun_format.staging import (
     Save,
     Token,
     check_coverage,
+    checked_integer,
     field_plans,
     merged_statistics,
     merged_tables,
@@ -309,19 +310,21 @@ class Saver:
     def begin(self, step: object, writers: object, parent: int | str | None, finished: Callable[[Commit], Any]) -> Save:
         """Begin a save by several writers; see `Run.begin`. `finished` makes of the commit what the caller gets."""
         self.ledger.check_may_save()
-        if isinstance(writers, bool) or not isinstance(writers, int) or writers < 1:
+        count = checked_integer(writers, "writers")
+        if count < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
         self._parent(parent)
         below, note = self._decide(parent)
         claim = Claim.of(self.ledger.head + 1)
         self.ledger.attempts[claim.attempt] = False
-        token = self._token(claim, writers, below)
+        token = self._token(claim, count, below)
         group_bytes = open_attempt(self._store, claim)
 
         def finish(part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any) -> Any:
             self._check_still_next(claim)
-            content = self._staged_content(part_lists, below, unchanged, dropped)
+            named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
+            content = self._staged_content(part_lists, below, *named)
             content = replace(content, step=number, policy=note, extra=_inline(extra))
             check_objects(self._store, claim, part_lists)
             document = seal(self._store, claim, content, part_lists, group_bytes)
@@ -369,6 +372,7 @@ class Saver:
         """What the writers stored, checked against one another and against the parent."""
         statistics = merged_statistics(part_lists)
         entries = [table_entry(told, statistics.get(told["name"], {})) for told in merged_tables(part_lists)]
+        entries = [_with_fields(entry, below) for entry in entries]
         entries += [_unchanged_over(below, name, entries) for name in unchanged]
         self._check_staged(entries, below, dropped)
         check_coverage(entries, part_lists)
@@ -513,6 +517,15 @@ def _touched(source: TableSource, plan: TablePlan) -> Touched:
 
 def _unchanged(entry: TableEntry) -> TableEntry:
     return msgspec.structs.replace(_told(entry, {}), storage="unchanged")
+
+
+def _with_fields(entry: TableEntry, below: StoredCheckpoint | None) -> TableEntry:
+    """A table of which nothing but tombstones was put has the fields that it has in the parent."""
+    if not entry.fields and below is not None and below.has(entry.name):
+        return msgspec.structs.replace(entry, fields=_told(below.entry(entry.name), {}).fields)
+    if not entry.fields:
+        raise InvalidInputError(f"table {entry.name!r}: no writer put a field")
+    return entry
 
 
 def _unchanged_over(below: StoredCheckpoint | None, name: str, entries: Sequence[TableEntry]) -> TableEntry:

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 Token = dict[str, Any]
 """JSON-able: what another process needs to be a writer of the same save."""
 
+_TOKEN = frozenset(
+    {"url", "durable", "sequence", "attempt", "writers", "chunk_bytes", "bits", "expected_restores", "restores"}
+)
+
 
 def field_plans(
     table: str,
@@ -82,13 +86,13 @@ class StagedWriter:
     """One of the writers of a save. Values are read, encoded and kept before each call returns."""
 
     def __init__(self, store: Store, token: Token, rank: int) -> None:
-        if isinstance(rank, bool) or not 0 <= rank < token["writers"]:
+        self.rank = checked_integer(rank, "writer")
+        if not 0 <= self.rank < token["writers"]:
             raise InvalidInputError(f"writer {rank}; this save has writers 0 to {token['writers'] - 1}")
-        self.rank = rank
         self._token = token
         self._rule = BitRule(bits=token["bits"], expected_restores=token["expected_restores"])
         claim = Claim(sequence=token["sequence"], attempt=token["attempt"])
-        self._writer = Writer(store, claim.prefix, rank, chunk_bytes=token["chunk_bytes"])
+        self._writer = Writer(store, claim.prefix, self.rank, chunk_bytes=token["chunk_bytes"])
         self._tables: dict[str, dict[str, Any]] = {}
         self._finished = False
 
@@ -120,7 +124,7 @@ class StagedWriter:
         keys : array (n,)
             The rows of a keyed table, in place of `rows` and `of`.
         columns : (low, high), or mapping of field name to it
-            Which columns these are; a pair holds for every two-dimensional field of that width. By default from 0 on.
+            Which columns these are; a pair holds for every two-dimensional field. By default from 0 on.
         storage : "full" or "changed"
             The same in all parts of a table. The parts of all writers together hold each row and column once: of the
             whole table if full, of the listed rows if changed.
@@ -140,6 +144,7 @@ class StagedWriter:
         name = layout.check_name(table, "table")
         arrays = _same_length(name, field_arrays(name, fields)) if fields else {}
         count = len(next(iter(arrays.values()))) if arrays else 0
+        of = None if of is None else checked_integer(of, f"table {name!r}, of")
         ids, first_row, key_dtype = _which(name, rows, of, keys, count)
         starts = _starts(name, arrays, columns)
         specs = [spec_of(field_name, array) for field_name, array in arrays.items()]
@@ -236,10 +241,11 @@ def _which(
         return _counted(table, ids, count), -1, dtype
     if rows is None or of is None:
         raise InvalidInputError(f"table {table!r}: give rows and of, or keys")
-    bounds = (rows.start, rows.stop) if isinstance(rows, slice) else rows
-    if not isinstance(bounds, tuple):
+    if isinstance(rows, slice) and rows.step in (None, 1):
+        rows = (rows.start or 0, of if rows.stop is None else rows.stop)
+    if not isinstance(rows, tuple):
         return _counted(table, as_ids(dlpack.to_numpy(rows, f"table {table!r}, rows"), "rows"), count), -1, None
-    low, high = (int(bound) for bound in bounds)
+    low, high = _pair(rows, f"table {table!r}, rows")
     if not 0 <= low <= high <= of or high - low != count:
         raise InvalidInputError(f"table {table!r}: {count} rows given for the range {low} to {high} of {of}")
     return None, low, None
@@ -256,12 +262,26 @@ def _starts(table: str, arrays: Mapping[str, npt.NDArray[Any]], columns: Any) ->
         return {}
     wide = {name: array.shape[1] for name, array in arrays.items() if array.ndim == 2}
     given = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(wide, columns)
-    for name, (low, high) in given.items():
+    pairs = {name: _pair(pair, f"table {table!r}, columns of field {name!r}") for name, pair in given.items()}
+    for name, (low, high) in pairs.items():
         if name not in wide or low < 0 or high - low != wide[name]:
             raise InvalidInputError(
                 f"table {table!r}, field {name!r}: columns {low} to {high} given for {wide.get(name, 'no')} columns"
             )
-    return {name: int(low) for name, (low, _) in given.items()}
+    return {name: low for name, (low, _) in pairs.items()}
+
+
+def checked_integer(value: object, what: str) -> int:
+    """Accept a whole number, numpy's too."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InvalidInputError(f"{what}: {value!r} is no whole number")
+    return int(value)
+
+
+def _pair(value: object, what: str) -> tuple[int, int]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise InvalidInputError(f"{what}: {value!r}; give (low, high)")
+    return checked_integer(value[0], what), checked_integer(value[1], what)
 
 
 def _recent(table: str, recent: ArrayLike, count: int, order: Ids | None) -> bool | Mask:
@@ -315,6 +335,9 @@ def join_save(token: Token, url: str | None = None) -> JoinedSave:
     url : str, optional
         Where the run is for this process, if not where it is for that one.
     """
+    missing = _TOKEN - token.keys() if isinstance(token, Mapping) else _TOKEN
+    if missing:
+        raise InvalidInputError(f"not the token of a save: it has no {min(missing)!r}")
     return JoinedSave(open_store(url or token["url"], durable=token["durable"]), token)
 
 
@@ -381,7 +404,7 @@ def parsed_part_lists(part_lists: Sequence[Mapping[str, Any]], token: Token) -> 
     """The part lists as records in the order of their writers; all there, all of this attempt."""
     try:
         parsed = [msgspec.convert(part_list, PartList) for part_list in part_lists]
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError) as error:
         raise InvalidInputError(f"not a part list: {error}") from error
     writers = sorted(part.document.writer for part in parsed)
     if writers != list(range(token["writers"])):

@@ -125,7 +125,7 @@ def latest(run_path: str | Path) -> int | None:  # HEA-5; a damaged number above
 def read_array(place: Path, entry: Any, dtypes: str, n: int | None, *width: int) -> Array:
     """A whole array, once it is told to be of n (None: of any number of) such elements (ZAR-2 to ZAR-5, BLK-1)."""
     (rows, *columns), dtype, step, compression = (entry[key] for key in ("shape", "dtype", "chunk_rows", "compression"))
-    right = dtype in dtypes.split() and rows == (n or rows) and columns == [*width] and step > 0
+    right = dtype in dtypes.split() and rows == (n or rows) and columns == [*width] and rows > 0 < step
     must(right, place, f"{dtype} {entry['shape']} instead of {dtypes} {n} {width}")
     must(compression in (None, "zstd", "blosc"), place, f"compression {compression}", "unsupported_feature")
     size, whole = step * prod(width) * np.dtype(dtype).itemsize, bytearray()
@@ -160,7 +160,7 @@ class Block:  # arrays that are cut into parts of tables
         rows = self.array("rows", "int64", self.n)[offset:][:count] if told else np.arange(first_row, first_row + count)
         tombstones = self.array("deleted", "int64", None)[start:][:deleted] if deleted else NO_ROWS
         fit = offset + count <= self.n and len(tombstones) == deleted and table["storage"] != "unchanged"
-        must(fit and (table["addressing"] == "keyed" or not deleted), self.folder, f"an impossible part {part}")
+        must(fit and (first_row < 0 if table["key_dtype"] else not deleted), self.folder, f"an impossible part {part}")
         return ascending(rows, self.folder, table["rows"]), ascending(tombstones, self.folder)
 
     def decode(self, name: str, dtype: str) -> Array:  # of all its rows, in two dimensions (7.2, 7.3)
@@ -180,7 +180,7 @@ class Block:  # arrays that are cut into parts of tables
             must(narrowed or stored == dtype, place, f"{stored} for {dtype} (RAW-1)")
             raw = self.array(f"{name}.values", STORED[stored], self.n, *columns)
             values = raw.view(LOGICAL[stored]).astype(LOGICAL[dtype])
-        if f"{name}.exact_index" in self.arrays:
+        if f"{name}.exact_index" in self.arrays or f"{name}.exact_values" in self.arrays:
             at = ascending(self.array(f"{name}.exact_index", "int64", None), place, self.n)
             values[at] = self.array(f"{name}.exact_values", STORED[dtype], len(at), *columns).view(LOGICAL[dtype])
         return values.reshape(self.n, -1)
@@ -207,7 +207,7 @@ class Checkpoint:  # a committed checkpoint: its commit, manifest and part files
                 file = read_json(place, told)
                 blocks = [Block(folder / f"block-{w}-{b}", entry) for b, entry in enumerate(file["blocks"])]
                 for part in file["parts"]:
-                    must(min(part[:4] + part[5:]) >= 0, place, f"negative numbers in the part {part}")
+                    must({*map(type, part)} == {int} and min(part[:4] + part[5:]) >= 0, place, f"no part: {part}")
                     self.parts[file["tables"][part[0]]].append((blocks[part[1]], part))
                 self.dense |= {(w, name): entry for name, entry in file["dense"].items()}
 

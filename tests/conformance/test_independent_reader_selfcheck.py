@@ -257,7 +257,7 @@ BREAKS: list[tuple[Callable[[Path], Writer], str, Any, str]] = [
     (base, "manifest tensors", 5, "TypeError"),
     (base, "parts parts 0 8", ..., "IndexError"),
     (base, "parts parts 0 3", 6, "an impossible part"),
-    (base, "parts parts 0 2", -1, "negative"),
+    (base, "parts parts 0 2", -1, "no part"),
     (base, "parts blocks 0 fields 0 name", "../weight", "TRE-3"),
     (base, "parts blocks 0 fields 0 bits", 9, "instead of uint8"),
     (base, "parts blocks 0 arrays sum.values", (np.zeros(4, np.float32),), "instead of float32"),

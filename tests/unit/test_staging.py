@@ -20,6 +20,7 @@ from checkrun_format.errors import (
     ConcurrentCommitError,
     DamagedError,
     InvalidInputError,
+    StorageError,
 )
 from tests.property.strategies import Fields, Ids, MemoryStore, cuts, same_bits, same_fields, taken
 
@@ -235,6 +236,46 @@ def test_keyed_over_several_writers() -> None:
     assert run.verify() == []
 
 
+def test_nothing_but_tombstones() -> None:
+    """LAY-5: an increment in which keys go and no row comes needs no field; a first table does."""
+    run = new_run()
+    with run.begin(writers=1) as save:
+        writers = writers_of(save)
+        writers[0].put("t", {}, keys=[], deleted=[1])
+        with pytest.raises(InvalidInputError, match="field"):
+            save.commit(finished(writers))
+    run.save(crf.State(tables={"t": crf.Table(table(3), keys=[1, 2, 3])}))
+    with run.begin(writers=2, parent="latest") as save:
+        writers = writers_of(save)
+        writers[1].put("t", {}, keys=[], storage="changed", deleted=[1, 3])
+        done = save.commit(finished(writers))
+    assert done.table("t").keys().tolist() == [2]
+    assert same_fields(done.table("t").read(), taken(table(3), [1]))
+    assert [(c.rows.tolist(), c.deleted.tolist()) for c in done.changes_since(1)] == [([], [1, 3])]
+
+
+def test_numbers_of_numpy() -> None:
+    """Also a numpy integer is a number of rows, a writer, a column."""
+    run, fields = new_run(), table()
+    n: Any = np.int64
+    with run.begin(writers=n(2), step=n(5)) as save:
+        writers = [save.writer(n(0)), save.writer(n(1))]
+        where: dict[str, Any] = {"rows": (n(0), n(12)), "of": n(12)}
+        writers[0].put("t", {"weight": fields["weight"][:, :3]}, columns=(n(0), n(3)), **where)
+        writers[1].put("t", {"weight": fields["weight"][:, 3:]}, columns={"weight": (n(3), n(8))}, **where)
+        writers[1].put("t", {"sum": fields["sum"]}, rows=slice(None, None), of=12)
+        done = save.commit(finished(writers))
+    assert same_fields(done.table("t").read(), fields)
+    assert done.step == 5
+
+
+def test_a_token_that_is_none() -> None:
+    tokens: list[Any] = [None, {"url": "x"}, []]
+    for token in tokens:
+        with pytest.raises(InvalidInputError, match="token"):
+            crf.join_save(token)
+
+
 def test_uint64_keys() -> None:
     run, fields = new_run(), table(3)
     keys = np.array([1, 2**63 + 1, 2**64 - 1], np.uint64)
@@ -323,6 +364,27 @@ class TestIncrements:
             with pytest.raises(InvalidInputError, match="row 3"):
                 save.commit(finished(writers))
         assert same_fields(run.load().tables["t"].fields, changed)
+
+    def test_what_a_failed_save_was_told_is_pending(self) -> None:
+        """Rows named to a plain save that failed must be among those of a staged one that follows."""
+        store = LosingStore()
+        run, fields = crf.open_run(store, mode="a"), table()
+        first_save(run, {"t": fields})
+        store.loses, fields["sum"][3] = True, 1
+        with pytest.raises(StorageError):
+            run.save(crf.State(tables={"t": crf.Table(fields, changed=[3])}))
+        for rows, match in (([4], "row 3"), ([], "unchanged")):
+            with run.begin(writers=1, parent="latest") as save:
+                writers = writers_of(save)
+                if rows:
+                    writers[0].put("t", taken(fields, rows), rows=rows, of=12, storage="changed")
+                with pytest.raises(InvalidInputError, match=match):
+                    save.commit(finished(writers), unchanged=[] if rows else ["t"])
+        with run.begin(writers=1, parent="latest") as save:
+            writers = writers_of(save)
+            writers[0].put("t", taken(fields, [3, 4]), rows=[3, 4], of=12, storage="changed")
+            done = save.commit(finished(writers))
+        assert same_fields(done.table("t").read(), fields)
 
     def test_a_table_that_shrank_is_stored_full(self) -> None:
         """LAY-3, and its number of rows must reach who follows (CHG-2)."""
@@ -500,10 +562,11 @@ class TestRefused:
                 ([part_lists[0], part_lists[0]], "writers 0 to 1"),
                 ([part_lists[0], strangers[1]], "another attempt"),
                 ([part_lists[0], {"file": 1}], "part list"),
+                (None, "part list"),
                 ([part_lists[0], part_lists[1] | {"document": None}], "part list"),
             ):
                 with pytest.raises(InvalidInputError, match=match):
-                    save.commit(wrong)
+                    save.commit(wrong)  # type: ignore[arg-type]
             assert run.latest(default=None) is None
             assert same_fields(save.commit(part_lists).table("t").read(), table())
 
@@ -521,6 +584,8 @@ class TestRefused:
                 ({"unchanged": ["a"], "dropped": ["a"]}, "'a'"),
                 ({"unchanged": ["a"], "dropped": ["b"]}, "'b'"),
                 ({"unchanged": ["a"], "dropped": ["zz"]}, "'zz'"),
+                ({"unchanged": "a"}, "list of names"),
+                ({"unchanged": ["a"], "dropped": 3}, "list of names"),
             ):
                 with pytest.raises(InvalidInputError, match=match):
                     save.commit(part_lists, **named)
@@ -563,6 +628,14 @@ class TestRefused:
             {"rows": (0, 12), "of": 12, "bits": {"other": 4}},
             {"rows": (0, 12), "of": 12, "store_as": {"sum": "float64"}},
             {"rows": (0, 12), "of": 12, "store_as": {"other": "float16"}},
+            {"rows": (0, 12), "of": 12.0},
+            {"rows": (0, 6, 12), "of": 12},
+            {"rows": ("0", "12"), "of": 12},
+            {"rows": (0.0, 12.0), "of": 12},
+            {"rows": slice(0, 12, 2), "of": 12},
+            {"rows": (0, 12), "of": 12, "columns": (0,)},
+            {"rows": (0, 12), "of": 12, "columns": "08"},
+            {"rows": (0, 12), "of": 12, "columns": {"weight": 8}},
         ],
         ids=str,
     )
@@ -577,13 +650,13 @@ class TestRefused:
 
     def test_writers_are_numbered(self) -> None:
         run = new_run()
-        for count in (0, -1, True, 1.5):
+        for count in (0, -1, True, 1.5, "2", None):
             with pytest.raises(InvalidInputError):
                 run.begin(writers=count)  # type: ignore[arg-type]
         save = run.begin(writers=2)
-        for rank in (2, -1, True):
+        for rank in (2, -1, True, 0.0, "0", None):
             with pytest.raises(InvalidInputError):
-                save.writer(rank)
+                save.writer(rank)  # type: ignore[arg-type]
         writer = save.writer(0)
         writer.finish()
         with pytest.raises(InvalidInputError):
@@ -784,3 +857,56 @@ def test_a_save_begun_before_another_commit() -> None:
     assert same_fields(run.load().tables["t"].fields, table(seed=1))
     run.save(crf.State(tables={"t": crf.Table(table(), changed=crf.ALL)}))
     assert run.latest().sequence == 2
+
+
+class LosingStore(MemoryStore):
+    """A store whose next commit is refused, and takes effect when it `lands`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loses = False
+        self.lost: tuple[str, bytes] | None = None
+
+    def create(self, key: str, data: bytes) -> None:
+        if self.loses:
+            self.loses, self.lost = False, (key, data)
+            raise StorageError(110, "timed out")
+        super().create(key, data)
+
+    def land(self) -> None:
+        assert self.lost is not None
+        self.objects.__setitem__(*self.lost)
+
+
+@pytest.mark.parametrize("staged_first", [False, True])
+@pytest.mark.parametrize("staged_then", [False, True])
+def test_an_attempt_that_lands_after_all(staged_first: bool, staged_then: bool) -> None:
+    """HEA-3: it is adopted; a plain save goes on at the next number, a staged one says that it must begin anew."""
+    store = LosingStore()
+    run = crf.open_run(store, mode="a")
+    first_save(run, {"t": table()})
+
+    def staged(fields: Fields) -> crf.Checkpoint:
+        with run.begin(writers=1, parent=None) as save:
+            writers = writers_of(save)
+            put_rows(writers[0], "t", fields, 0, 12)
+            return save.commit(finished(writers))
+
+    def plain(fields: Fields) -> crf.Checkpoint:
+        return run.save(crf.State(tables={"t": crf.Table(fields, changed=crf.ALL)}))
+
+    store.loses = True
+    with pytest.raises(StorageError):
+        (staged if staged_first else plain)(table(seed=1))
+    assert run.latest().sequence == 1
+    store.land()
+    if staged_then:
+        with pytest.raises(ConcurrentCommitError, match="begin the save anew"):
+            staged(table(seed=2))
+    done = (staged if staged_then else plain)(table(seed=2))
+    assert (done.sequence, done.commit.predecessor) == (3, 2)
+    for number in (1, 2, 3):
+        assert same_fields(run[number].table("t").read(), table(seed=number - 1))
+    for since in (1, 2):
+        rows = [change.rows.tolist() for change in done.changes_since(since) if not change.dropped]
+        assert rows == [list(range(12))]
