@@ -31,7 +31,7 @@ def sorted_ids(values: npt.NDArray[Any], what: str) -> Ids:
         ids = np.sort(ids)
         twice = ids[1:][ids[1:] == ids[:-1]]
         if twice.size:
-            raise InvalidInputError(f"{what}: {int(twice[0])} is there more than once")
+            raise InvalidInputError(f"{what}: {int(twice[0])} is there more than once; numpy.unique removes repeats")
     return ids
 
 

@@ -48,7 +48,9 @@ def open_run(
     policy : "intermittent", "full", "one-shot" or "consecutive"
         When a save takes a base.
     bits : None, 1..8, "auto", or mapping
-        How fields are quantized, see `policy.BitRule`. None: raw. A plain number: the field `weight` of every table.
+        How fields are quantized; to be given at each opening. None: raw. A plain number: the field `weight` of every
+        table, no other. A mapping: table name or pattern (`*`, `?`) to None, a number, or a mapping of field names to
+        these, as in `{"emb*": {"weight": 4, "exp_avg": 8}}`. "auto": by `expected_restores`, as Check-N-Run does.
     expected_restores : float
         For bits="auto": how many restores are expected over the whole run.
     chunk_bytes : int

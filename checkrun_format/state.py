@@ -435,7 +435,10 @@ def _check_json(value: object, place: str, depth: int) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise InvalidInputError(f"{place} is {value}, which JSON cannot carry")
     elif not isinstance(value, str | int | float | None):
-        raise InvalidInputError(f"{place} is a {type(value).__name__}, which JSON cannot carry; use blobs for bytes")
+        advice = (
+            "blobs= takes bytes" if isinstance(value, bytes | bytearray) else "convert it: int(), float(), tolist()"
+        )
+        raise InvalidInputError(f"{place} is of type {type(value).__name__}, which JSON cannot carry; {advice}")
 
 
 def parse_json(data: bytes) -> Any:

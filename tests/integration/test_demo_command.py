@@ -162,18 +162,19 @@ def test_what_happened_is_told_in_order(demo: Demo) -> None:
 
 
 def test_the_commands_that_it_shows_run(demo: Demo) -> None:
-    commands = [shlex.split(line) for line in demo.stdout.splitlines() if line.startswith("  python -c ")]
-    assert len(commands) == 5
-    printed = []
-    for command in commands:
-        done = subprocess.run(
-            [sys.executable, *command[1:]], check=False, capture_output=True, text=True, env=ENVIRONMENT
-        )
+    lines = [line for line in demo.stdout.splitlines() if line.startswith(("  python -c ", "  checkrun "))]
+    programs = {"python": [sys.executable], "checkrun": [sys.executable, "-m", "checkrun_format.cli"]}
+    printed = {}
+    for words in map(shlex.split, lines):
+        command = [*programs[words[0]], *words[1:]]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT)
         assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
-    assert len(printed[0].splitlines()) == SAVES
-    assert [line for line in printed[3].splitlines() if f"{KILLED_IN:08d}" not in line] in ([], ["no problem"])
-    assert "weight.codes" in printed[4]
+        printed[words[1]] = done.stdout
+    assert list(printed) == ["ls", "tree", "cat", "changes", "verify", "-c"]
+    assert len(printed["ls"].splitlines()) == SAVES + 1
+    assert len(printed["cat"].splitlines()) == 5 + 1
+    assert all(f"{KILLED_IN:08d}/" in line for line in printed["verify"].splitlines()[:-1])
+    assert "weight.codes" in printed["-c"]
 
 
 def test_a_second_invocation_shows_the_same_table_and_changes_nothing(demo: Demo) -> None:

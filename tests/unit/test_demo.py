@@ -291,7 +291,7 @@ class TestPage:
         page.show(report(), Path("[red]x[/red]/" + "y" * 200), page.console(stream))
         assert {character for character in stream.getvalue() if not character.isprintable()} == {"\n"}
         assert stream.getvalue().isascii()
-        assert stream.getvalue().count("[red]x[/red]/" + "y" * 200) == 5
+        assert stream.getvalue().count("[red]x[/red]/" + "y" * 200) == 6
 
     def test_a_narrow_terminal_still_gets_every_digit(self) -> None:
         stream = io.StringIO()

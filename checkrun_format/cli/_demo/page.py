@@ -89,20 +89,19 @@ def _about_lossless(altered: tuple[str, ...]) -> str:
 
 def commands(report: Report, run: Path) -> list[str]:
     """Commands that look at the result; each can be copied into a shell."""
-    address = json.dumps(str(run), ensure_ascii=False)
     block = json.dumps(str(run / report.attempt / "block-0-0"), ensure_ascii=False)
     last = report.lines[-1].sequence
-    opened = f"import checkrun_format as crf; run = crf.open_run({address}); "
     return [
         "Look at it:",
-        _python(opened + "[print(c.sequence, c.step, c.parent, c.stored_bytes) for c in run.log()]"),
-        _python(opened + 'print(run.latest().table("in").read(rows=slice(0, 5), columns=slice(0, 8))["weight"])'),
-        _python(opened + f"print([(d.table, len(d.rows)) for d in run[{last}].changes_since({last - 1})])"),
-        _python(opened + r'print(*run.verify() or ["no problem"], sep="\n")'),
+        _line("checkrun", "ls", run),
+        _line("checkrun", "tree", run),
+        _line("checkrun", "cat", run, "in", "--rows", "0:5", "--columns", "0:4"),
+        _line("checkrun", "changes", run, last - 1, last),
+        _line("checkrun", "verify", run),
         "Without this library, any Zarr v3 reader:",
-        _python(f'import zarr; print(zarr.open_group({block}, mode="r").tree())'),
+        _line("python", "-c", f'import zarr; print(zarr.open_group({block}, mode="r").tree())'),
     ]
 
 
-def _python(code: str) -> str:
-    return "  " + shlex.join(["python", "-c", code])
+def _line(*words: object) -> str:
+    return "  " + shlex.join(map(str, words))
