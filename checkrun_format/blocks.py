@@ -27,6 +27,13 @@ class FieldPlan:
     bits: int | None = None
     encoder: str = "minmax"
     store_as: str | None = None
+    qparams: str | None = None
+    """Dtype of the qparams; None: the encoder chooses."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what is stored may differ from what is given."""
+        return self.bits is not None or self.store_as is not None
 
     @property
     def stored(self) -> str:
@@ -125,7 +132,7 @@ class Encoder:
         return _narrowed(plan, values) if plan.stored != plan.dtype else _raw(plan, values)
 
     def _affine(self, plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
-        q = quantize.encode(values, plan.bits or 0, plan.encoder, self._qparams.get(plan.name))
+        q = quantize.encode(values, plan.bits or 0, plan.encoder, self._qparams.get(plan.name, plan.qparams))
         self._qparams.setdefault(plan.name, q.qparams.dtype.name)
         layout = FieldLayout(
             name=plan.name,

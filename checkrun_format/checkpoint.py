@@ -115,7 +115,9 @@ class TableView:
         RowNotFoundError
             Naming the first row or key that is not there.
         """
-        wanted = as_ids(dlpack.to_numpy(ids, "ids"), "ids")
+        given = dlpack.to_numpy(ids, "ids")
+        wanted = as_ids(given, "ids")
+        self._check_sign(given, wanted)
         unique, inverse = np.unique(wanted, return_inverse=True)
         self._check_present(unique)
         if np.array_equal(unique, wanted):
@@ -127,6 +129,12 @@ class TableView:
         for name, target in targets.items():
             target[...] = found[name][inverse]
         return targets
+
+    def _check_sign(self, given: npt.NDArray[Any], ids: Ids) -> None:
+        """A negative id is no key of uint64, one of 2^63 and more none of int64, though their bits are alike."""
+        unsigned = given.dtype.kind == "u"
+        if (ids < 0).any() and unsigned != (self._entry.key_dtype == "uint64"):
+            raise RowNotFoundError(f"table {self.name!r} has no row or key {given[ids < 0][0]}")
 
     def _check_present(self, ids: Ids) -> None:
         if self._entry.rows is None:

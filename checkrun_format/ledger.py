@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History, same_kind
 from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError, PrunedError
 from checkrun_format.manifest import Commit, TableEntry
@@ -36,6 +38,11 @@ class Ledger:
         A restore waits to be counted by the next commit.
     lost : str or None
         Why this writer may not save any more.
+    settled : dict
+        Tables that this writer stored full and has encoded alike ever since, and how: only there does a row that has
+        not changed get the same bits when it is stored again.
+    lossy : set
+        Tables that this writer stored, since its last restore, otherwise than the trainer has them.
     """
 
     def __init__(self, history: History) -> None:
@@ -48,6 +55,8 @@ class Ledger:
         self.attempts: dict[str, bool] = {}
         self.restored = False
         self.lost: str | None = None
+        self.settled: dict[str, list[FieldPlan]] = {}
+        self.lossy: set[str] = set()
         self._layers: dict[int, dict[str, Touched]] = {}
 
     # What may be laid over what ---------------------------------------------------------------------------------------
@@ -193,11 +202,25 @@ class Ledger:
     def restored_from(self, sequence: int) -> None:
         """The trainer's state now equals a checkpoint, and stems no more from attempts made before."""
         self.origin, self.pending, self._layers, self.restored = sequence, {}, {}, True
+        self.settled, self.lossy = {}, set()
         self.attempts = dict.fromkeys(self.attempts, False)
 
-    def saved(self, committed: Commit, stored: Mapping[str, Touched] | None = None) -> None:
-        """The trainer's state was committed; `stored` are the rows that the checkpoint holds, if they are at hand."""
+    def as_before(self, name: str, plans: Sequence[FieldPlan]) -> list[FieldPlan] | None:
+        """The plans by which a table is encoded to the same bits as before; None if that cannot be."""
+        settled = self.settled.get(name)
+        if settled is None or [replace(f, qparams=None) for f in settled] != list(plans):
+            return None
+        return settled
+
+    def saved(
+        self,
+        committed: Commit,
+        stored: Mapping[str, Touched] | None = None,
+        settled: Mapping[str, list[FieldPlan]] | None = None,
+    ) -> None:
+        """The trainer's state was committed; with the rows that the checkpoint holds, if they are at hand."""
         self._move_head(committed)
+        self.settled = dict(settled or {})
         self.origin, self.pending, self.attempts = committed.sequence, {}, {}
         if stored is not None:
             self._layers[committed.sequence] = dict(stored)
@@ -209,6 +232,7 @@ class Ledger:
         continues = committed.rollback_to is None and self.origin == committed.predecessor
         self._move_head(committed)
         self.origin = committed.sequence if continues else None
+        self.settled = self.settled if continues else {}
         self.pending = self.pending if continues else {}
         self.attempts, self._layers = {}, {}
 
@@ -217,7 +241,7 @@ class Ledger:
         continues = self.attempts[committed.attempt] and self.legal_origin() is not None
         self._move_head(committed)
         self.origin = committed.sequence if continues else None
-        self._layers = {}
+        self.settled, self._layers = {}, {}
 
     def _move_head(self, committed: Commit) -> None:
         """Go on from a commit of ours; a restore that it counts is counted."""

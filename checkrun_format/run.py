@@ -199,7 +199,8 @@ class Run:
         StorageError
             Earlier checkpoints are untouched, changed rows are kept for the next save.
         """
-        return self._committed(self._saver.save(state, step, parent, dropped))
+        with self._saver.lock:
+            return self._committed(self._saver.save(state, step, parent, dropped))
 
     def begin(self, *, step: int | None = None, writers: int, parent: int | str | None = "auto") -> Save:
         """Begin a save by several writers; see `staging.Save`.
@@ -230,31 +231,35 @@ class Run:
         out : State
             Existing arrays to read into, as of `Checkpoint.load`.
         """
-        ledger = self._saver.ledger
-        if isinstance(checkpoint, Checkpoint):
-            checkpoint = checkpoint.sequence
-        chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-        state: State = chosen.load(out=out)
-        ledger.restored_from(chosen.sequence)
-        return state
+        saver = self._saver
+        with saver.lock:
+            if isinstance(checkpoint, Checkpoint):
+                checkpoint = checkpoint.sequence
+            chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
+            state: State = chosen.load(out=out)
+            saver.ledger.restored_from(chosen.sequence)
+            return state
 
     def rollback(self, sequence: int) -> Checkpoint:
         """Commit a checkpoint with the state of an earlier one, so that the latest is always the one to resume from.
 
         The run has no origin afterwards: restore before the next increment.
         """
-        return self._committed(self._saver.rollback(_checked_number(sequence, "rollback")))
+        with self._saver.lock:
+            return self._committed(self._saver.rollback(_checked_number(sequence, "rollback")))
 
     def compact(self) -> Checkpoint:
         """Commit the latest state again as one base, without decoding; origin and pending rows move along."""
-        return self._committed(self._saver.compact())
+        with self._saver.lock:
+            return self._committed(self._saver.compact())
 
     def take_over(self) -> Checkpoint | None:
         """Commit an unchanged checkpoint, so that another process still writing this run finds its number taken.
 
         None in an empty run.
         """
-        return None if self._saver.ledger.latest is None else self._committed(self._saver.take_over())
+        with self._saver.lock:
+            return None if self._saver.ledger.latest is None else self._committed(self._saver.take_over())
 
     @property
     def _saver(self) -> Saver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ class Saver:
     """Commits checkpoints of one run, one after another."""
 
     def __init__(self, store: Store, history: History, options: Options) -> None:
+        self.lock = threading.RLock()
         self._store = store
         self._history = history
         self._options = options
@@ -90,8 +92,10 @@ class Saver:
         dropped = _checked_names(dropped, "dropped")
         self._tell(prepared, dropped)
         stored: dict[str, Touched] = {}
-        committed = self._commit(lambda claim: self._write(claim, prepared, stored), is_save=True)
-        self.ledger.saved(committed, stored)
+        settled: dict[str, list[FieldPlan]] = {}
+        committed = self._commit(lambda claim: self._write(claim, prepared, stored, settled), is_save=True)
+        self.ledger.saved(committed, stored, settled)
+        self.ledger.lossy.update(name for name, plans in prepared.plans.items() if _is_lossy(plans))
         return committed
 
     def _tell(self, prepared: Prepared, dropped: Sequence[str]) -> None:
@@ -131,14 +135,19 @@ class Saver:
             restores=self.ledger.restores(),
         )
 
-    def _write(self, claim: Claim, prepared: Prepared, stored: dict[str, Touched]) -> tuple[list[PartList], Content]:
-        """Write all objects of a state; note in `stored` which rows they are."""
+    def _write(
+        self, claim: Claim, prepared: Prepared, stored: dict[str, Touched], settled: dict[str, list[FieldPlan]]
+    ) -> tuple[list[PartList], Content]:
+        """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
         below, note = self._decide(prepared.parent)
         writer = self._writer(claim)
         entries = []
         for name, source in prepared.sources.items():
             plan = plan_table(source, self.ledger.below(source, below))
-            writer.put_part(_part_source(source, plan, prepared.plans[name]))
+            as_before = self.ledger.as_before(name, prepared.plans[name])
+            if as_before is None and (name in self.ledger.lossy or _is_lossy(prepared.plans[name])):
+                plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
+            writer.put_part(_part_source(source, plan, as_before or prepared.plans[name]))
             entries.append(_entry(source, plan))
             stored[name] = _touched(source, plan)
         for name, values in prepared.tensors.items():
@@ -149,6 +158,7 @@ class Saver:
         span = None if inline else writer.put_span(prepared.extra)
         part_list = writer.finish()
         statistics = merged_statistics([part_list])
+        settled.update(self._settled(entries, prepared, statistics))
         return [part_list], Content(
             step=prepared.step,
             tables=[_told(entry, statistics.get(entry.name, {})) for entry in entries],
@@ -160,6 +170,25 @@ class Saver:
             extra=parse_json(prepared.extra) if inline else None,
             extra_blob=span,
         )
+
+    def _settled(
+        self, entries: Sequence[TableEntry], prepared: Prepared, statistics: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, list[FieldPlan]]:
+        """The tables that are encoded alike since they were stored full; one of many exact rows is tried anew."""
+        settled = {}
+        for entry in entries:
+            plans, told = prepared.plans[entry.name], statistics.get(entry.name, {})
+            as_before = self.ledger.as_before(entry.name, plans)
+            if entry.storage != "full":
+                chosen = as_before
+            else:
+                chosen = [replace(f, qparams=told.get(f.name, {}).get("qparams")) for f in plans]
+                few = all(100 * f["exact_rows"] <= prepared.sources[entry.name].rows for f in told.values())
+                if not few or any(f.bits is not None and f.qparams is None for f in chosen):
+                    chosen = None
+            if chosen is not None:
+                settled[entry.name] = chosen
+        return settled
 
     def _writer(self, claim: Claim) -> Writer:
         return Writer(self._store, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
@@ -443,6 +472,10 @@ class Saver:
                     check_layer(staged, entry, self._needed(entry, below))
                 except DamagedError as error:
                     raise InvalidInputError(error.problem) from error
+
+
+def _is_lossy(plans: Sequence[FieldPlan]) -> bool:
+    return any(plan.lossy for plan in plans)
 
 
 def checked_step(step: object) -> int | None:

@@ -237,7 +237,7 @@ def _which(
             raise InvalidInputError(f"table {table!r}: give either keys, or rows and of")
         given = dlpack.to_numpy(keys, f"table {table!r}, keys")
         ids = as_ids(given, f"table {table!r}, keys")
-        dtype = "uint64" if given.dtype == np.uint64 else "int64"
+        dtype = "uint64" if (given.dtype.kind, given.dtype.itemsize) == ("u", 8) else "int64"
         return _counted(table, ids, count), -1, dtype
     if rows is None or of is None:
         raise InvalidInputError(f"table {table!r}: give rows and of, or keys")

@@ -249,7 +249,7 @@ def _function_fetch(
 ) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
     def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
         ids = _positions(selection) if keys is None else keys[selection]
-        return _fetched(table, specs, function.fetch(ids), length(selection))
+        return _fetched(table, specs, function.fetch(ids.copy()), length(selection))
 
     return fetch
 

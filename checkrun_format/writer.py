@@ -336,6 +336,7 @@ class Writer:
             told = self._statistics.setdefault(table, {}).setdefault(plan.name, fresh)
             told["exact_rows"] += int(last - first)
             if plan.bits is not None:
+                told["qparams"] = f.layout.qparams
                 told["error_bound"] = max(told.get("error_bound", 0.0), f.error_bound)
 
     def _write_dense(self) -> dict[str, ArrayEntry]:

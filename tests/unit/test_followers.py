@@ -1,0 +1,164 @@
+"""Whoever applies `changes_since` has the bits of a direct read, however rows were encoded again (LAY-7, CHG-2)."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import checkrun_format as crf
+
+Floats = npt.NDArray[np.float32]
+
+
+def weights(rows: int = 500) -> Floats:
+    return np.random.default_rng(0).standard_normal((rows, 8)).astype(np.float32)
+
+
+def state(weight: Floats, changed: list[int] | None = None, **options: Any) -> crf.State:
+    return crf.State(tables={"t": crf.Table({"weight": weight}, changed=changed, **options)})
+
+
+def follow(run: crf.Run, since: int, number: int) -> tuple[Floats, int]:
+    """The state of `since` with the changes up to `number`, and how many rows these were."""
+    held: Floats = run[since].load().tables["t"]["weight"]
+    count = 0
+    for change in run[number].changes_since(since):
+        held[change.rows] = change.fields["weight"]
+        count += len(change.rows)
+    return held, count
+
+
+def read(run: crf.Run, number: int) -> Floats:
+    values: Floats = run[number].load().tables["t"]["weight"]
+    return values
+
+
+def test_another_width_makes_every_row_recent(tmp_path: Path) -> None:
+    run, weight = crf.open_run(tmp_path / "run", mode="a"), weights()
+    run.save(state(weight, bits=2))
+    weight[0] += 1
+    run.save(state(weight, [0], bits=8), parent=None)
+    held, count = follow(run, 1, 2)
+    assert count == 500
+    assert held.tobytes() == read(run, 2).tobytes()
+
+
+@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive"])
+def test_a_row_that_needs_wider_qparams_leaves_the_others_alone(tmp_path: Path, policy: Any) -> None:
+    run, weight = crf.open_run(tmp_path / "run", mode="a", bits=4, policy=policy), weights()
+    run.save(state(weight))
+    weight[0] = [1e6] * 7 + [1.0001e6]
+    run.save(state(weight, [0]))
+    weight[1] += 1
+    run.save(state(weight, [1]))
+    for since, rows in ((1, 2), (2, 1)):
+        held, count = follow(run, since, 3)
+        assert count == rows
+        assert held.tobytes() == read(run, 3).tobytes()
+    assert abs(read(run, 3)[0] - weight[0]).max() <= 0.505 * 100 / 15 + 1
+
+
+def test_rows_that_are_encoded_again_after_a_restore(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a", bits=8)
+    run.save(state(weights()))
+    again = crf.open_run(tmp_path / "run", mode="a", bits=8)
+    weight = again.restore().tables["t"]["weight"]
+    weight[0] += 1
+    again.save(state(weight, [0]), parent=None)
+    assert follow(again, 1, 2)[0].tobytes() == read(again, 2).tobytes()
+    weight[1] += 1
+    again.save(state(weight, [1]), parent=None)
+    held, count = follow(again, 2, 3)
+    assert count == 1
+    assert held.tobytes() == read(again, 3).tobytes()
+
+
+def test_another_narrow_dtype_makes_every_row_recent(tmp_path: Path) -> None:
+    run, weight = crf.open_run(tmp_path / "run", mode="a"), weights()
+    run.save(state(weight, store_as={"weight": "bfloat16"}))
+    weight[0] += 1
+    run.save(state(weight, [0]), parent=None)
+    held, count = follow(run, 1, 2)
+    assert held.tobytes() == read(run, 2).tobytes() == weight.tobytes()
+    assert count == 500
+
+
+def test_two_threads_lose_no_row(tmp_path: Path) -> None:
+    """Each thread changes its own rows and saves; saves of one Run follow one another."""
+    run, weight = crf.open_run(tmp_path / "run", mode="a", policy="consecutive", durable=False), weights()
+    run.save(state(weight))
+
+    def work(rows: range) -> None:
+        for row in rows:
+            weight[row] = row
+            run.save(state(weight, [row]))
+
+    threads = [threading.Thread(target=work, args=(range(first, 20, 4),)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [c.sequence for c in run.log()] == list(range(1, 22))
+    assert read(run, 21)[:20].tolist() == [[row] * 8 for row in range(20)]
+
+
+def test_subclasses_of_arrays_are_stored_as_arrays(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a")
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix(np.arange(12.0).reshape(3, 4))
+    run.save(crf.State(tensors={"m": matrix}))
+    assert run.load().tensors["m"].tolist() == np.arange(12.0).reshape(3, 4).tolist()
+
+
+def test_big_endian_keys_of_a_staged_part(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a")
+    save = run.begin(writers=1)
+    writer = save.writer(0)
+    writer.put("t", {"v": np.arange(2.0)}, keys=np.array([1, 2**64 - 1], ">u8"))
+    save.commit([writer.finish()])
+    assert run.latest().table("t").keys().tolist() == [2**64 - 1, 1]
+
+
+def test_keys_of_the_other_sign_are_not_there(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a")
+    values = {"v": np.arange(2.0)}
+    run.save(
+        crf.State(
+            tables={
+                "signed": crf.Table(values, keys=np.array([-1, 5])),
+                "unsigned": crf.Table(values, keys=np.array([2**64 - 1, 5], np.uint64)),
+            }
+        )
+    )
+    signed, unsigned = run.latest().table("signed"), run.latest().table("unsigned")
+    assert signed.take([-1])["v"].tolist() == [0]
+    assert unsigned.take(np.array([2**64 - 1], np.uint64))["v"].tolist() == [0]
+    with pytest.raises(crf.RowNotFoundError, match="18446744073709551615"):
+        signed.take(np.array([2**64 - 1], np.uint64))
+    with pytest.raises(crf.RowNotFoundError, match="-1"):
+        unsigned.take([-1])
+
+
+def test_a_function_may_change_the_ids_that_it_is_given(tmp_path: Path) -> None:
+    def fetch(ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.float64]]:
+        values = ids * 10.0
+        ids[:] = 0
+        return {"v": values}
+
+    run = crf.open_run(tmp_path / "run", mode="a")
+    run.save(crf.State(tables={"t": crf.Table.from_function(fetch, fields={"v": (np.float64, None)}, keys=[3, 1, 2])}))
+    assert run.latest().table("t").keys().tolist() == [1, 2, 3]
+    assert run.latest().table("t").read()["v"].tolist() == [10, 20, 30]
+
+
+def test_a_destination_that_overlaps_itself_is_refused(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a")
+    run.save(crf.State(tensors={"x": np.arange(3.0)}))
+    with pytest.raises(crf.InvalidInputError, match="overlaps itself"):
+        run.load(out=crf.State(tensors={"x": torch.zeros(1, dtype=torch.float64).expand(3)}))
