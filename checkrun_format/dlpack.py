@@ -43,10 +43,10 @@ def to_writable(array: object, what: str) -> npt.NDArray[Any]:
     if not isinstance(array, np.ndarray) and not hasattr(array, "__dlpack__"):
         raise InvalidInputError(f"{what}: {type(array).__name__} is no array that can be written to")
     view = to_numpy(array, what)
-    if any(stride == 0 and count > 1 for stride, count in zip(view.strides, view.shape, strict=True)):
-        raise InvalidInputError(f"{what} overlaps itself: several of its elements share one place in memory")
     if not view.flags.writeable:
         raise InvalidInputError(f"{what} is read-only")
+    if view.size and any(stride == 0 and count > 1 for stride, count in zip(view.strides, view.shape, strict=True)):
+        raise InvalidInputError(f"{what} overlaps itself: several of its elements share one place in memory")
     return view
 
 

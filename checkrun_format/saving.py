@@ -174,7 +174,7 @@ class Saver:
     def _settled(
         self, entries: Sequence[TableEntry], prepared: Prepared, statistics: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, list[FieldPlan]]:
-        """The tables that are encoded alike since they were stored full; one of many exact rows is tried anew."""
+        """The tables that are encoded alike since they were stored full, by the qparams that were then chosen."""
         settled = {}
         for entry in entries:
             plans, told = prepared.plans[entry.name], statistics.get(entry.name, {})
@@ -183,8 +183,7 @@ class Saver:
                 chosen = as_before
             else:
                 chosen = [replace(f, qparams=told.get(f.name, {}).get("qparams")) for f in plans]
-                few = all(100 * f["exact_rows"] <= prepared.sources[entry.name].rows for f in told.values())
-                if not few or any(f.bits is not None and f.qparams is None for f in chosen):
+                if any(f.bits is not None and f.qparams is None for f in chosen):
                     chosen = None
             if chosen is not None:
                 settled[entry.name] = chosen

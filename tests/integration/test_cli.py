@@ -359,7 +359,13 @@ class TestInfo:
         assert (weight["name"], weight["dtype"], weight["columns"]) == ("weight", "float32", 6)
         assert weight["encodings"] == [{"encoding": "affine", "bits": 4, "dtype": None}]
         bound = error_bound(whole, 2)
-        assert weight["encoder"] == {"name": "minmax", "bits": 4, "exact_rows": 0, "error_bound": bound}
+        assert weight["encoder"] == {
+            "name": "minmax",
+            "bits": 4,
+            "exact_rows": 0,
+            "qparams": "float16",
+            "error_bound": bound,
+        }
         assert 0 < bound < 1
         assert sums["encodings"] == [{"encoding": "raw", "bits": None, "dtype": "float64"}]
         assert (odd["addressing"], odd["key_dtype"], odd["rows"], odd["stored_rows"]) == ("keyed", "int64", None, 1)

@@ -30,7 +30,7 @@ from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore, Store
 
 pytestmark = pytest.mark.timeout(150)
 
-ROWS, COLUMNS, MANY, LAST = 21, 5, 200, 7
+ROWS, COLUMNS, MANY, LAST = 21, 5, 199, 7
 QUANTIZED = {"q1": 1, "q2": 2, "q3": 3, "q4": 4, "q8": 8}
 SMALL = 4096
 """Size up to which every byte of a document is flipped."""
@@ -775,7 +775,7 @@ def setting(index: int, value: Any) -> Callable[[npt.NDArray[Any]], None]:
 
 SOUND_BUT_WRONG: dict[str, tuple[int, str, Callable[[npt.NDArray[Any]], None]]] = {
     "PCK-1: padding bits": (1, "block-0-0/q3.codes/c/0/0", lambda codes: np.bitwise_or.at(codes, 1, 128)),
-    "ZAR-4: beyond the end": (7, "block-0-3/v.values/c/3", setting(-1, 1)),
+    "ZAR-4: beyond the end": (7, "block-0-2/v.values/c/3", setting(-1, 1)),
     "DEC-3: a negative scale": (1, "block-0-0/q4.qparams/c/0/0", lambda qparams: np.negative.at(qparams, 0)),
     "DEC-3: NaN": (1, "block-0-0/q4.qparams/c/0/0", setting(1, np.nan)),
     "DEC-3: infinite": (1, "block-0-0/q4.qparams/c/0/0", setting(0, np.inf)),

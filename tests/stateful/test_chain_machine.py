@@ -762,7 +762,9 @@ class ChainMachine(RuleBasedStateMachine):
             if below is None or below.spec != rows.spec or named is None:
                 continue
             found = {row for change in changes if change.table == name for row in change.rows.view(np.int64).tolist()}
-            assert found == named | (set(rows.ids.tolist()) - set(below.ids.tolist()))
+            wanted = named | (set(rows.ids.tolist()) - set(below.ids.tolist()))
+            lossy = name in self.run._saver.ledger.lossy  # rows that are encoded again may be reported (LAY-7)
+            assert found >= wanted if lossy else found == wanted
             assert not any(change.dropped for change in changes if change.table == name)
 
     def check_facts(self) -> None:

@@ -147,7 +147,7 @@ def test_keys_of_the_other_sign_are_not_there(tmp_path: Path) -> None:
 
 def test_a_function_may_change_the_ids_that_it_is_given(tmp_path: Path) -> None:
     def fetch(ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.float64]]:
-        values = ids * 10.0
+        values: npt.NDArray[np.float64] = ids.astype(np.float64) * 10
         ids[:] = 0
         return {"v": values}
 
