@@ -858,11 +858,12 @@ def test_chunks_of_one_array_that_changed_places(fixture: Fixture) -> None:
     """
     prefix = f"{fixture.attempt_of(1)}/block-0-2"
     verdicts = {}
-    for array, numbers in {"rows": (1, 2), "w.codes": (0, 2), "w.qparams": (0, 2), "v.values": (0, 2)}.items():
+    for array, numbers in {"rows": (0, 2), "w.codes": (0, 2), "w.qparams": (0, 2), "v.values": (0, 2)}.items():
         names = [f"{prefix}/{array}/c/{chunk}" for chunk in numbers]
         keys = [name if name in fixture.store.objects else f"{name}/0" for name in names]
         one, two = (fixture.store.objects[key] for key in keys)
-        assert (len(one) == len(two), one != two) == (True, True)
+        assert one != two
+        assert array == "rows" or len(one) == len(two)  # compressed ones differ in size
         fixture.store.changed = {keys[0]: two, keys[1]: one}
         verdicts[array] = bool(crf.open_run(fixture.store).verify(1))
         if not verdicts[array]:
