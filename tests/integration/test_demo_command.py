@@ -21,6 +21,7 @@ import pytest
 
 import checkrun_format as crf
 from checkrun_format.cli._demo.plan import INTERVAL, KILLED_IN, SAVES, STEPS
+from tests.conformance.agreement import assert_agreement
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
@@ -159,6 +160,10 @@ def test_what_happened_is_told_in_order(demo: Demo) -> None:
     assert [line.partition(" at step")[0] for line in told] == [
         *saved[: KILLED_IN - 1], *killed, restored.partition(" at step")[0], *saved[KILLED_IN - 1 :],
     ]  # fmt: skip
+
+
+def test_the_second_reader_resolves_the_run_to_the_same_bits(demo: Demo) -> None:
+    assert assert_agreement(demo.run, checkpoints=SAVES) == 2 * SAVES
 
 
 def test_the_commands_that_it_shows_run(demo: Demo) -> None:
