@@ -16,7 +16,7 @@ from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFound
 from checkrun_format.manifest import Commit, Field
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import fill, live_keys
-from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted
+from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
 from checkrun_format.state import ArrayLike, State, Table
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ class TableView:
         """
         given = dlpack.to_numpy(ids, "ids")
         wanted = as_ids(given, "ids")
-        self._check_sign(given, wanted)
+        strangers = of_other_sign(given, wanted, self._entry.key_dtype)
+        if strangers.size:
+            raise RowNotFoundError(f"table {self.name!r} has no row or key {strangers[0]}")
         unique, inverse = np.unique(wanted, return_inverse=True)
         self._check_present(unique)
         if np.array_equal(unique, wanted):
@@ -129,12 +131,6 @@ class TableView:
         for name, target in targets.items():
             target[...] = found[name][inverse]
         return targets
-
-    def _check_sign(self, given: npt.NDArray[Any], ids: Ids) -> None:
-        """A negative id is no key of uint64, one of 2^63 and more none of int64, though their bits are alike."""
-        unsigned = given.dtype.kind == "u"
-        if (ids < 0).any() and unsigned != (self._entry.key_dtype == "uint64"):
-            raise RowNotFoundError(f"table {self.name!r} has no row or key {given[ids < 0][0]}")
 
     def _check_present(self, ids: Ids) -> None:
         if self._entry.rows is None:

@@ -47,6 +47,22 @@ def as_ids(values: npt.NDArray[Any], what: str) -> Ids:
     return native.view(np.int64) if native.dtype == np.uint64 else native.astype(np.int64, copy=False)
 
 
+def of_other_sign(given: npt.NDArray[Any], ids: Ids, key_dtype: str | None) -> npt.NDArray[Any]:
+    """Those of the given ids that no row or key of a table can be, although their bits as int64 may be one's.
+
+    A negative number is no key of uint64; one of 2^63 and more is no key of int64, and no row.
+    """
+    unsigned = given.dtype.kind == "u"
+    return given[ids < 0] if unsigned != (key_dtype == "uint64") else given[:0]
+
+
+def check_sign(given: npt.NDArray[Any], ids: Ids, key_dtype: str | None, what: str) -> None:
+    """Refuse ids of the other sign (`of_other_sign`)."""
+    wrong = of_other_sign(given, ids, key_dtype)
+    if wrong.size:
+        raise InvalidInputError(f"{what}: {wrong[0]} is no {'row' if key_dtype is None else f'key of {key_dtype}'}")
+
+
 def check_bounds(ids: Ids, rows: int, what: str) -> None:
     """Refuse sorted ids outside 0..rows-1."""
     if ids.size and (ids[0] < 0 or ids[-1] >= rows):

@@ -350,10 +350,25 @@ class Saver:
         group_bytes = open_attempt(self._store, claim)
 
         def finish(part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any) -> Any:
+            with self.lock:
+                return commit_staged(part_lists, unchanged, dropped, extra)
+
+        def commit_staged(
+            part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any
+        ) -> Any:
             self._check_still_next(claim)
             named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
-            content = self._staged_content(part_lists, below, *named)
-            content = replace(content, step=number, policy=note, extra=_inline(extra))
+            entries = self._staged_entries(part_lists, below, *named)
+            content = Content(
+                step=number,
+                tables=entries,
+                policy=note,
+                parent=below,
+                predecessor=self.ledger.latest,
+                restores=self.ledger.restores(),
+                dropped=self.ledger.dropped(self.ledger.continuing(entries)),
+                extra=_inline(extra),
+            )
             check_objects(self._store, claim, part_lists)
             document = seal(self._store, claim, content, part_lists, group_bytes)
             self._check_rows(claim, document, below)
@@ -366,6 +381,7 @@ class Saver:
                     "begin the save anew"
                 ) from taken
             self.ledger.saved(committed)
+            self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
             return finished(committed)
 
         return Save(self._store, token, finish)
@@ -390,29 +406,21 @@ class Saver:
         if claim.sequence != self.ledger.head + 1:
             raise InvalidInputError(f"checkpoint {self.ledger.head} was committed since this save began: begin it anew")
 
-    def _staged_content(
+    def _staged_entries(
         self,
         part_lists: Sequence[PartList],
         below: StoredCheckpoint | None,
         unchanged: Sequence[str],
         dropped: Sequence[str],
-    ) -> Content:
-        """What the writers stored, checked against one another and against the parent."""
+    ) -> list[TableEntry]:
+        """The tables that the writers stored, checked against one another and against the parent."""
         statistics = merged_statistics(part_lists)
         entries = [table_entry(told, statistics.get(told["name"], {})) for told in merged_tables(part_lists)]
         entries = [_with_fields(entry, below) for entry in entries]
         entries += [_unchanged_over(below, name, entries) for name in unchanged]
         self._check_staged(entries, below, dropped)
         check_coverage(entries, part_lists)
-        return Content(
-            step=None,
-            tables=entries,
-            policy=PolicyNote(name="", reason=""),
-            parent=below,
-            predecessor=self.ledger.latest,
-            restores=self.ledger.restores(),
-            dropped=self.ledger.dropped(self.ledger.continuing(entries)),
-        )
+        return entries
 
     def _check_staged(
         self, entries: Sequence[TableEntry], below: StoredCheckpoint | None, dropped: Sequence[str]

@@ -17,7 +17,7 @@ from checkrun_format.commit import Claim
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.policy import BitRule, FieldBits
-from checkrun_format.rows import Ids, Mask, as_ids, check_bounds
+from checkrun_format.rows import Ids, Mask, as_ids, check_bounds, check_sign
 from checkrun_format.state import (
     INHERIT,
     All,
@@ -300,7 +300,11 @@ def _deleted(table: str, deleted: ArrayLike | None, key_dtype: str | None) -> Id
         return np.zeros(0, np.int64)
     if key_dtype is None:
         raise InvalidInputError(f"table {table!r}: only a keyed table has deleted keys")
-    return np.unique(as_ids(dlpack.to_numpy(deleted, f"table {table!r}, deleted"), "deleted"))
+    what = f"table {table!r}, deleted"
+    given = dlpack.to_numpy(deleted, what)
+    ids = as_ids(given, what)
+    check_sign(given, ids, key_dtype, what)
+    return np.unique(ids)
 
 
 def _fetch(

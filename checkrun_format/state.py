@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from checkrun_format import dlpack, dtypes, layout
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, length, sorted_ids
+from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, length, sorted_ids
 
 ArrayLike: TypeAlias = Any
 """numpy, or anything with `__dlpack__` on the CPU."""
@@ -219,8 +219,8 @@ def table_source(name: object, table: object) -> TableSource:
         rows=rows,
         keys=keys,
         key_dtype=key_dtype,
-        changed=_changed(text, table.changed, rows, keys, order),
-        deleted=_deleted(text, table, keys),
+        changed=_changed(text, table.changed, rows, keys, key_dtype, order),
+        deleted=_deleted(text, table, key_dtype),
         bits=table.bits,
         store_as=checked_store_as(text, table.store_as, fields),
         fetch=fetch,
@@ -346,7 +346,7 @@ def _keys(name: str, table: Table, rows: int) -> tuple[Ids | None, str | None, I
 
 
 def _changed(
-    name: str, changed: ArrayLike | All | None, rows: int, keys: Ids | None, order: Ids | None
+    name: str, changed: ArrayLike | All | None, rows: int, keys: Ids | None, key_dtype: str | None, order: Ids | None
 ) -> Ids | All | None:
     if changed is None or isinstance(changed, All):
         return changed
@@ -355,6 +355,7 @@ def _changed(
     if given.dtype == np.bool_:
         return _from_mask(given, what, rows, keys, order)
     ids = sorted_ids(given, what)
+    check_sign(given, as_ids(given, what), key_dtype, what)
     if keys is None:
         check_bounds(ids, rows, what)
     return ids.copy()
@@ -368,12 +369,15 @@ def _from_mask(mask: npt.NDArray[np.bool_], what: str, rows: int, keys: Ids | No
     return keys[mask if order is None else mask[order]]
 
 
-def _deleted(name: str, table: Table, keys: Ids | None) -> Ids:
+def _deleted(name: str, table: Table, key_dtype: str | None) -> Ids:
     if table.deleted is None:
         return np.zeros(0, np.int64)
-    if keys is None:
+    if key_dtype is None:
         raise InvalidInputError(f"table {name!r}: only a keyed table has deleted keys; rows of a dense one stay")
-    return sorted_ids(dlpack.to_numpy(table.deleted, f"table {name!r}, deleted"), f"table {name!r}, deleted").copy()
+    what = f"table {name!r}, deleted"
+    given = dlpack.to_numpy(table.deleted, what)
+    check_sign(given, as_ids(given, what), key_dtype, what)
+    return sorted_ids(given, what).copy()
 
 
 def checked_store_as(name: str, given: Mapping[str, str] | None, fields: Iterable[FieldSpec]) -> Mapping[str, str]:

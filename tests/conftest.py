@@ -28,16 +28,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
-ALTERS_RUNS = {
-    "test_damage",
-    "test_kill",
-    "test_races",
-    "test_zarr_reads",
-    "test_manifest",
-    "test_cli",
-    "test_independent_reader_selfcheck",
-}
-"""Modules whose tests leave runs behind that are damaged on purpose, or that compare them on their own."""
+ALTERS_RUNS = {"test_damage", "test_zarr_reads", "test_manifest", "test_cli", "test_independent_reader_selfcheck"}
+"""Modules whose tests leave runs behind that they damaged on purpose."""
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 
-from checkrun_format.errors import StorageError
+from checkrun_format.errors import NotARunError, StorageError
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
@@ -87,8 +87,10 @@ class LocalStore(Store):
         with _storage_errors(self.root):
             try:
                 return os.listdir(self.root)
-            except _MISSING:
+            except FileNotFoundError:
                 return None
+            except NotADirectoryError as error:
+                raise NotARunError(f"{self.root} is a file; a run is a folder") from error
 
     def list(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}

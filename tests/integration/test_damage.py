@@ -26,7 +26,8 @@ import pytest
 import checkrun_format as crf
 from checkrun_format import chunks, layout, verify
 from checkrun_format.manifest import ArrayEntry, PartFile
-from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore, Store
+from checkrun_format.stores import LocalStore, Store
+from tests.property.strategies import MemoryStore
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -38,14 +39,13 @@ SMALL = 4096
 Objects = dict[str, bytes]
 
 
-class MemoryStore(Store):
-    """Objects in a dictionary; what is read is noted, and objects can be changed for a while."""
+class AlteredStore(MemoryStore):
+    """What is read is noted, and objects can be changed for a while."""
 
     def __init__(self) -> None:
-        self.objects: Objects = {}
+        super().__init__()
         self.changed: dict[str, bytes | None] = {}
         self.reads: set[str] = set()
-        self.url = "memory"
 
     def now(self) -> Objects:
         return {key: data for key, data in (self.objects | self.changed).items() if data is not None}
@@ -53,21 +53,6 @@ class MemoryStore(Store):
     def get(self, key: str) -> bytes | None:
         self.reads.add(key)
         return self.changed[key] if key in self.changed else self.objects.get(key)
-
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
-        self.create(key, b"".join(bytes(buffer) for buffer in buffers))
-        return len(self.objects[key])
-
-    def create(self, key: str, data: bytes) -> None:
-        if key in self.objects:
-            raise AlreadyExistsError(key)
-        self.objects[key] = data
-
-    def replace(self, key: str, data: bytes) -> None:
-        self.objects[key] = data
-
-    def delete(self, key: str) -> None:
-        self.objects.pop(key, None)
 
     def folders(self) -> list[str]:
         return sorted({key.partition("/")[0] for key in self.now()})
@@ -250,7 +235,7 @@ class Fixture:
     """The run, and everything that can be read of it."""
 
     def __init__(self) -> None:
-        self.store = MemoryStore()
+        self.store = AlteredStore()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layout, "MAX_INLINE_EXTRA", 300)  # so that few chunks hold a large one
             run = build(self.store)
@@ -708,7 +693,7 @@ def test_an_object_of_another_checkpoint_is_found(fixture: Fixture) -> None:
 
 def test_a_checkpoint_that_was_exchanged_is_found(fixture: Fixture) -> None:
     """MAN-2: a commit and an attempt that are sound in themselves, but not the ones over which others were laid."""
-    other = MemoryStore()
+    other = AlteredStore()
     build(other)
     mine, theirs = fixture.attempt_of(1), None
     commit = json.loads(other.objects[layout.commit_key(1)])
@@ -808,7 +793,7 @@ def test_contents_that_no_checksum_finds(fixture: Fixture, what: str) -> None:
 
 def test_recent_bits_of_parts_that_need_none() -> None:
     """BLK-4: bits of parts that say 0 or 1 are zero; here of the second of two tables that share a block."""
-    store = MemoryStore()
+    store = AlteredStore()
     run = crf.open_run(store, "a", policy="one-shot")
     weight = np.zeros((9, 2), np.float32)
     for step, changed in enumerate(([], [3, 4], [5])):
@@ -833,7 +818,7 @@ def test_recent_bits_of_parts_that_need_none() -> None:
 
 def test_a_run_that_is_copied_by_any_tool_is_the_same_run(fixture: Fixture, tmp_path: Path) -> None:
     """STO-4, COM-1: object by object, in any order, with whatever times: to files, and back to memory (fault 10)."""
-    folder, back = tmp_path / "copy", MemoryStore()
+    folder, back = tmp_path / "copy", AlteredStore()
     for key in random.Random(1).sample(fixture.keys, len(fixture.keys)):
         path = folder / key
         path.parent.mkdir(parents=True, exist_ok=True)

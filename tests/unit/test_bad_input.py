@@ -406,10 +406,9 @@ class TestOpening:
 
     def test_a_file(self, folder: Path) -> None:
         (folder / "file").write_bytes(b"x")
-        with pytest.raises(CheckrunError, match="file"):
-            crf.open_run(folder / "file")
-        with pytest.raises(StorageError, match="file"):
-            crf.open_run(folder / "file", "a")
+        for mode in ("r", "a"):
+            with pytest.raises(NotARunError, match="file is a file; a run is a folder"):
+                crf.open_run(folder / "file", mode)
         assert listing(folder) == {"file": b"x"}
 
     @pytest.mark.parametrize(

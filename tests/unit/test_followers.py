@@ -89,6 +89,18 @@ def test_another_narrow_dtype_makes_every_row_recent(tmp_path: Path) -> None:
     assert count == 500
 
 
+def test_what_several_writers_quantized_is_recent_when_it_is_stored_raw(tmp_path: Path) -> None:
+    run, weight = crf.open_run(tmp_path / "run", mode="a"), weights()
+    save = run.begin(writers=1)
+    writer = save.writer(0)
+    writer.put("t", {"weight": weight}, rows=(0, 500), of=500, bits=2)
+    save.commit([writer.finish()])
+    run.save(state(weight, []), parent=None)
+    held, count = follow(run, 1, 2)
+    assert count == 500
+    assert held.tobytes() == read(run, 2).tobytes() == weight.tobytes()
+
+
 def test_two_threads_lose_no_row(tmp_path: Path) -> None:
     """Each thread changes its own rows and saves; saves of one Run follow one another."""
     run, weight = crf.open_run(tmp_path / "run", mode="a", policy="consecutive", durable=False), weights()
@@ -162,3 +174,16 @@ def test_a_destination_that_overlaps_itself_is_refused(tmp_path: Path) -> None:
     run.save(crf.State(tensors={"x": np.arange(3.0)}))
     with pytest.raises(crf.InvalidInputError, match="overlaps itself"):
         run.load(out=crf.State(tensors={"x": torch.zeros(1, dtype=torch.float64).expand(3)}))
+
+
+@pytest.mark.parametrize("name", ["changed", "deleted"])
+def test_keys_of_the_other_sign_are_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a")
+    for keys, wrong, told in (
+        (np.array([-1, 5]), np.array([2**64 - 1], np.uint64), f"{name}: {2**64 - 1} is no key of int64"),
+        (np.array([2**64 - 1, 5], np.uint64), np.array([-1]), f"{name}: -1 is no key of uint64"),
+    ):
+        options: dict[str, Any] = {name: wrong}
+        with pytest.raises(crf.InvalidInputError, match=told):
+            run.save(crf.State(tables={"t": crf.Table({"v": np.arange(2.0)}, keys=keys, **options)}))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["zarr.json"]
