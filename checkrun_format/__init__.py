@@ -8,7 +8,7 @@ run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": sums}, ch
 state = run.latest().load()
 """
 
-from checkrun_format import quantize
+from checkrun_format import policy, quantize
 from checkrun_format.changes import Changes
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import (
@@ -31,6 +31,7 @@ from checkrun_format.errors import (
     UnsupportedVersionError,
 )
 from checkrun_format.manifest import Problem
+from checkrun_format.policy import Failures
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, join_save
 from checkrun_format.state import ALL, INHERIT, State, Table
@@ -48,6 +49,7 @@ __all__ = [
     "CheckrunError",
     "ConcurrentCommitError",
     "DamagedError",
+    "Failures",
     "HistoryPrunedError",
     "InvalidInputError",
     "NotARunError",
@@ -69,5 +71,6 @@ __all__ = [
     "__version__",
     "join_save",
     "open_run",
+    "policy",
     "quantize",
 ]

@@ -18,6 +18,9 @@ from checkrun_format.rows import Ids
 from checkrun_format.state import TableSource
 from checkrun_format.tracking import Touched, stored_by
 
+TAKEOVER = "takeover"
+"""Who decided about a checkpoint that was committed unchanged (HEA-4)."""
+
 
 class Ledger:
     """A writer's books.
@@ -123,13 +126,16 @@ class Ledger:
                 )
 
     def increments(self, base: Commit) -> list[Commit]:
-        """The commits of the increments since a base, oldest first."""
+        """The increments by which the state came from a base, oldest first.
+
+        What was abandoned by a rollback is none of them, nor are rollbacks and takeovers themselves: they hold no rows.
+        """
         found = []
         below = self.latest
         while below is not None and below.sequence > base.sequence:
-            if below.parent is not None:
+            if below.rollback_to is None and below.policy.name != TAKEOVER:
                 found.append(below)
-            number = below.predecessor
+            number = below.predecessor if below.rollback_to is None else below.rollback_to
             try:
                 below = None if number is None else self._history.get(number).commit
             except CheckrunError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, TypeAlias
 
@@ -13,46 +14,75 @@ from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.state import FieldSpec, Inherit
 
-PolicyName: TypeAlias = Literal["full", "one-shot", "consecutive", "intermittent"]
-POLICIES: tuple[str, ...] = ("full", "one-shot", "consecutive", "intermittent")
-
 FieldBits: TypeAlias = "int | Mapping[str, int | None] | None"
 Bits: TypeAlias = "FieldBits | Mapping[str, FieldBits] | Literal['auto']"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What a policy decides on: what the base of the latest chain cost, and each save since then.
+
+    Parameters
+    ----------
+    base_bytes : int
+        Bytes of the base: all its objects but the commit itself.
+    increments : tuple of int
+        The same of each increment since the base, oldest first. What a rollback abandoned is none of them, nor are
+        rollbacks and takeovers: no training lies behind their bytes.
+    layers : int
+        Checkpoints in the chain of the latest one, itself included: what a restore reads.
+    """
+
+    base_bytes: int
+    increments: tuple[int, ...] = ()
+    layers: int = 1
+
+    @property
+    def sizes(self) -> list[float]:
+        """S_1 ... S_i: the increments over the size of the base."""
+        return [size / self.base_bytes for size in self.increments]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Base, or over which parent; and the reason as a sentence."""
+    """Base, or over which parent; and the reason as a sentence, which `checkrun tree` shows."""
 
     parent: Literal["base", "latest"] | None
     """None: take a base. `base`: over the base of the latest chain. `latest`: over the latest checkpoint."""
     reason: str
 
 
-def decide(policy: str, base_bytes: int, increments: Sequence[int]) -> Decision:
-    """Decide how the next checkpoint is stored.
+Policy: TypeAlias = Callable[[Past], Decision]
+"""Decides how the next checkpoint is stored, from nothing but the past; asked only where an increment is legal."""
 
-    Parameters
-    ----------
-    policy : str
-        One of `POLICIES`.
-    base_bytes, increments
-        Bytes of the base of the latest chain, and of the increments since then, oldest first.
+
+def full(past: Past) -> Decision:  # noqa: ARG001 - as every policy
+    """A base every time."""
+    return Decision(parent=None, reason="the policy takes a base every time")
+
+
+def one_shot(past: Past) -> Decision:  # noqa: ARG001
+    """All that changed since one base: increments grow, a restore reads two checkpoints."""
+    return Decision(parent="base", reason="over the base, as the policy says")
+
+
+def consecutive(past: Past) -> Decision:  # noqa: ARG001
+    """What changed since the latest checkpoint: increments are small, a restore reads all of them."""
+    return Decision(parent="latest", reason="over the latest checkpoint, as the policy says")
+
+
+def intermittent(past: Past) -> Decision:
+    """One-shot, with a new base as soon as that is expected to pay.
 
     Notes
     -----
-    `intermittent` (Check-N-Run, NSDI'22): with S_i the size of increment i over that of the base, take a base next iff
-    1 + S_1 + ... + S_i <= (i + 1) * S_i.
+    Check-N-Run, NSDI'22: take a base next iff 1 + S_1 + ... + S_i <= (i + 1) * S_i. On the left is what i + 1 more
+    checkpoints cost if the history since the base repeats itself after a new one, on the right what they cost if each
+    increment is at least as large as the last.
     """
-    if policy == "full":
-        return Decision(parent=None, reason="the policy takes a base every time")
-    if policy == "consecutive":
-        return Decision(parent="latest", reason="over the latest checkpoint, as the policy says")
-    if policy == "one-shot":
-        return Decision(parent="base", reason="over the base, as the policy says")
-    if not increments:
+    sizes = past.sizes
+    if not sizes:
         return Decision(parent="base", reason="the first increment over the base")
-    sizes = [size / base_bytes for size in increments]
     spent, ahead = 1 + sum(sizes), (len(sizes) + 1) * sizes[-1]
     sums = f"1 + S1 + ... + S{len(sizes)} = {spent:.3f}, {len(sizes) + 1} * S{len(sizes)} = {ahead:.3f}"
     if spent <= ahead:
@@ -60,11 +90,90 @@ def decide(policy: str, base_bytes: int, increments: Sequence[int]) -> Decision:
     return Decision(parent="base", reason=f"another increment pays: {sums}")
 
 
-def check_policy(policy: object) -> str:
-    """Accept a policy's name."""
-    if policy not in POLICIES:
-        raise InvalidInputError(f"policy {policy!r}; one of {', '.join(POLICIES)}")
-    return str(policy)
+POLICIES: Mapping[str, Policy] = {
+    "full": full,
+    "one-shot": one_shot,
+    "consecutive": consecutive,
+    "intermittent": intermittent,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseRule:
+    """When a base is taken: as a policy says, but at the latest every so many checkpoints.
+
+    Parameters
+    ----------
+    policy : name or callable
+        One of `POLICIES`, or a policy of one's own.
+    every : int, optional
+        Most checkpoints from one base to the next, and so in a chain.
+    """
+
+    policy: str | Policy
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.policy) and (not isinstance(self.policy, str) or self.policy not in POLICIES):
+            raise InvalidInputError(f"policy {self.policy!r}; one of {', '.join(POLICIES)}, or a callable")
+        every = self.every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int | np.integer) or every < 1):
+            raise InvalidInputError(f"every={every!r}; a number of checkpoints from 1 on, or None")
+
+    @property
+    def name(self) -> str:
+        """The policy's name."""
+        if not callable(self.policy):
+            return self.policy
+        known = [name for name, policy in POLICIES.items() if policy is self.policy]
+        return known[0] if known else str(getattr(self.policy, "__name__", type(self.policy).__name__))
+
+    def decide(self, past: Past) -> Decision:
+        """Decide how the next checkpoint is stored.
+
+        Raises
+        ------
+        InvalidInputError
+            A policy of one's own returned something else than a Decision.
+        """
+        since = max(1 + len(past.increments), past.layers)
+        if self.every is not None and since >= self.every:
+            return Decision(parent=None, reason=f"a base every {self.every} checkpoints: {since} since the last")
+        decision = (self.policy if callable(self.policy) else POLICIES[self.policy])(past)
+        if not isinstance(decision, Decision) or decision.parent not in (None, "base", "latest"):
+            raise InvalidInputError(
+                f"policy {self.name!r} returned {decision!r}; a Decision belongs here, with parent None, 'base' or "
+                "'latest'"
+            )
+        return decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """How many restores to expect, from figures of failures (Check-N-Run, section 4).
+
+    Parameters
+    ----------
+    probability : float
+        That one node fails within one hour.
+    nodes : int
+        How many nodes train; each failure restarts all of them.
+    hours : float
+        How long the run will take.
+    """
+
+    probability: float
+    nodes: int
+    hours: float
+
+    def __post_init__(self) -> None:
+        for name, most in (("probability", 1.0), ("nodes", math.inf), ("hours", math.inf)):
+            value: object = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not 0 <= float(value) <= most:
+                raise InvalidInputError(f"Failures: {name}={value!r}; a number from 0 {'on' if most > 1 else 'to 1'}")
+
+    def __float__(self) -> float:
+        return float(self.probability) * float(self.nodes) * float(self.hours)
 
 
 def recommended_bits(expected_restores: float) -> int:
@@ -85,18 +194,21 @@ class BitRule:
         None: raw. A number: the field `weight`. A mapping: table name or pattern (`*`, `?`) to None, a number, or a
         mapping of field name to these; an exact name goes before patterns, patterns in their order; a table that
         matches none is raw.
-    expected_restores : float, optional
+    expected_restores : number or Failures, optional
         For "auto": restores expected over the whole run.
     """
 
     bits: Bits
-    expected_restores: float | None = None
+    expected_restores: SupportsFloat | None = None
 
     def __post_init__(self) -> None:
         if self.bits == "auto":
             expected: object = self.expected_restores
             if isinstance(expected, bool) or not isinstance(expected, SupportsFloat) or not float(expected) >= 0:
-                raise InvalidInputError(f"bits='auto' needs expected_restores=, a number from 0 on, not {expected!r}")
+                raise InvalidInputError(
+                    f"bits='auto' needs expected_restores=, not {expected!r}: a number from 0 on, or "
+                    "checkrun_format.Failures(probability=, nodes=, hours=)"
+                )
             return
         if isinstance(self.bits, Mapping):
             for pattern, value in self.bits.items():
@@ -105,6 +217,18 @@ class BitRule:
                 _check_field_bits(value, f"bits of tables {pattern!r}")
         else:
             _check_bits(self.bits, "bits")
+
+    @property
+    def _expected(self) -> float:
+        return float(self.expected_restores or 0)
+
+    def reason(self, restores: int) -> str | None:
+        """Why "auto" chooses the bits that it does, None for other rules."""
+        if self.bits != "auto":
+            return None
+        if restores > self._expected:
+            return f"8 bits, restores: {restores}, expected: {self._expected:g}"
+        return f"{recommended_bits(self._expected)} bits, restores expected: {self._expected:g}"
 
     def for_field(self, table: str, override: FieldBits | Inherit, field: FieldSpec, restores: int) -> int | None:
         """Bits of one field, None for raw.
@@ -129,8 +253,7 @@ class BitRule:
 
     def _for_table(self, table: str, restores: int) -> FieldBits:
         if self.bits == "auto":
-            expected = self.expected_restores or 0.0
-            return 8 if restores > expected else recommended_bits(expected)
+            return 8 if restores > self._expected else recommended_bits(self._expected)
         if not isinstance(self.bits, Mapping):
             return self.bits
         if table in self.bits:

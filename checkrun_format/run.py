@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, SupportsFloat
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError
 from checkrun_format.manifest import Commit, Problem
-from checkrun_format.policy import BitRule, Bits, check_policy
+from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
 from checkrun_format.state import State
@@ -30,9 +30,10 @@ def open_run(
     url: str | os.PathLike[str] | Store,
     mode: str = "r",
     *,
-    policy: str = "intermittent",
+    policy: str | Policy = "intermittent",
+    every: int | None = None,
     bits: Bits = None,
-    expected_restores: float | None = None,
+    expected_restores: SupportsFloat | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     durable: bool = True,
     takeover: bool = False,
@@ -45,14 +46,17 @@ def open_run(
         A local path, or `file://` and a path.
     mode : "r" or "a"
         "r" reads and never creates anything; "a" saves too, and creates the run if there is none.
-    policy : "intermittent", "full", "one-shot" or "consecutive"
-        When a save takes a base.
+    policy : "intermittent", "full", "one-shot", "consecutive", or a callable
+        When a save takes a base: see `checkrun_format.policy`, which also tells how a policy of one's own looks.
+    every : int
+        Most checkpoints from one base to the next, whatever the policy: no chain grows longer.
     bits : None, 1..8, "auto", or mapping
         How fields are quantized; to be given at each opening. None: raw. A plain number: the field `weight` of every
         table, no other. A mapping: table name or pattern (`*`, `?`) to None, a number, or a mapping of field names to
-        these, as in `{"emb*": {"weight": 4, "exp_avg": 8}}`. "auto": by `expected_restores`, as Check-N-Run does.
-    expected_restores : float
-        For bits="auto": how many restores are expected over the whole run.
+        these, as in `{"emb*": {"weight": 4, "exp_avg": 8}}`. "auto": by `expected_restores`, as Check-N-Run does: 2
+        bits up to 1 restore, 3 up to 3, 4 up to 20, else 8; and 8 as soon as there were more restores than expected.
+    expected_restores : number or Failures
+        For bits="auto": how many restores are expected over the whole run, or figures of failures that tell.
     chunk_bytes : int
         Size of the largest chunk; smaller suits reading single rows.
     durable : bool
@@ -71,7 +75,8 @@ def open_run(
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable)
-    run = Run(store, mode, policy=policy, rule=rule, chunk_bytes=chunk_bytes)
+    options = Options(base_rule=BaseRule(policy=policy, every=every), rule=rule, chunk_bytes=chunk_bytes)
+    run = Run(store, mode, options)
     if takeover:
         run.take_over()
     return run
@@ -93,8 +98,7 @@ def _create_run(store: Store) -> None:
 class Run:
     """One training history; from `open_run`."""
 
-    def __init__(self, store: Store, mode: str, *, policy: str, rule: BitRule, chunk_bytes: int) -> None:
-        options = Options(policy=check_policy(policy), rule=rule, chunk_bytes=chunk_bytes)
+    def __init__(self, store: Store, mode: str, options: Options) -> None:
         self._store = store
         self._history = History(store)
         if mode == "a":
@@ -176,6 +180,7 @@ class Run:
         step: int | None = None,
         parent: int | str | None = "auto",
         dropped: Sequence[str] = (),
+        force_full: bool = False,
     ) -> Checkpoint:
         """Save a state and commit it.
 
@@ -189,6 +194,10 @@ class Run:
             "auto": as the policy decides. None: a base. Else over the latest checkpoint, or one of its chain.
         dropped : names
             Tables of the latest checkpoint that the state has no longer; every other one must be in the state.
+        force_full : bool
+            Any row of any table may have changed, whatever `changed` says: the optimizer moves rows that no batch
+            touched (weight decay, a dense Adam). Saves a base, every row of it recent. If it is so for some tables
+            only, give these `changed=ALL` instead.
 
         Raises
         ------
@@ -200,7 +209,7 @@ class Run:
             Earlier checkpoints are untouched, changed rows are kept for the next save.
         """
         with self._saver.lock:
-            return self._committed(self._saver.save(state, step, parent, dropped))
+            return self._committed(self._saver.save(state, step, parent, dropped, force_full=force_full))
 
     def begin(self, *, step: int | None = None, writers: int, parent: int | str | None = "auto") -> Save:
         """Begin a save by several writers; see `staging.Save`.

@@ -6,23 +6,22 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from checkrun_format import layout
-from checkrun_format import policy as policies
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History, same_kind
 from checkrun_format.chunks import ChunkReader
 from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt, seal
 from checkrun_format.compaction import copy_table
 from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError
-from checkrun_format.ledger import Ledger
+from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
-from checkrun_format.policy import BitRule
+from checkrun_format.policy import BaseRule, BitRule, Past
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
 from checkrun_format.rows import Ids, RowSet, Selection
@@ -36,17 +35,28 @@ from checkrun_format.staging import (
     merged_tables,
     table_entry,
 )
-from checkrun_format.state import State, TableSource, blob_bytes, extra_json, parse_json, table_sources, tensor_arrays
+from checkrun_format.state import (
+    ALL,
+    State,
+    TableSource,
+    blob_bytes,
+    extra_json,
+    parse_json,
+    table_sources,
+    tensor_arrays,
+)
 from checkrun_format.stores import Store
 from checkrun_format.tracking import Touched, of_ids
 from checkrun_format.writer import PartList, PartSource, Writer
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How a run is written."""
 
-    policy: str
+    base_rule: BaseRule
     rule: BitRule
     chunk_bytes: int
 
@@ -71,6 +81,15 @@ class Prepared:
     blobs: Mapping[str, bytes]
     extra: bytes
     parent: int | str | None
+    force_full: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """Over which checkpoint to save, None for a base; and who decided so, and why."""
+
+    below: StoredCheckpoint | None
+    note: PolicyNote
 
 
 class Saver:
@@ -85,15 +104,20 @@ class Saver:
 
     # A trainer's state ------------------------------------------------------------------------------------------------
 
-    def save(self, state: State, step: object, parent: int | str | None, dropped: Sequence[str]) -> Commit:
+    def save(
+        self, state: State, step: object, parent: int | str | None, dropped: Sequence[str], *, force_full: bool = False
+    ) -> Commit:
         """Save a state; see `Run.save`."""
         self.ledger.check_may_save()
-        prepared = self._prepare(state, step, parent)
-        dropped = _checked_names(dropped, "dropped")
-        self._tell(prepared, dropped)
+        prepared = self._prepare(state, step, parent, force_full=force_full)
+        self._tell(prepared, _checked_names(dropped, "dropped"))
         stored: dict[str, Touched] = {}
         settled: dict[str, list[FieldPlan]] = {}
-        committed = self._commit(lambda claim: self._write(claim, prepared, stored, settled), is_save=True)
+        committed = self._commit(
+            lambda: self._decide(prepared.parent, force_full=force_full),
+            lambda claim, decided: self._write(claim, prepared, decided, stored, settled),
+            is_save=True,
+        )
         self.ledger.saved(committed, stored, settled)
         self.ledger.lossy.update(name for name, plans in prepared.plans.items() if _is_lossy(plans))
         return committed
@@ -110,10 +134,14 @@ class Saver:
             self.ledger.origin = None
             raise
 
-    def _prepare(self, state: State, step: object, parent: int | str | None) -> Prepared:
+    def _prepare(self, state: State, step: object, parent: int | str | None, *, force_full: bool) -> Prepared:
         if not isinstance(state, State):
             raise InvalidInputError(f"a {type(state).__name__} where a checkrun_format.State belongs")
         sources = table_sources(state.tables)
+        if force_full:
+            if parent not in (None, "auto"):
+                raise InvalidInputError(f"force_full saves a base; parent={parent!r} says otherwise")
+            sources = {name: replace(source, changed=ALL) for name, source in sources.items()}
         return Prepared(
             step=checked_step(step),
             sources=sources,
@@ -122,6 +150,7 @@ class Saver:
             blobs=blob_bytes(state.blobs),
             extra=extra_json(state.extra),
             parent=parent,
+            force_full=force_full,
         )
 
     def _plans(self, source: TableSource) -> list[FieldPlan]:
@@ -135,19 +164,30 @@ class Saver:
             restores=self.ledger.restores(),
         )
 
+    def _table_plan(
+        self, source: TableSource, plans: Sequence[FieldPlan], below: StoredCheckpoint | None
+    ) -> tuple[TablePlan, Sequence[FieldPlan]]:
+        """What of a table is stored, and how it is encoded."""
+        plan = plan_table(source, self.ledger.below(source, below))
+        as_before = self.ledger.as_before(source.name, plans)
+        if as_before is None and (source.name in self.ledger.lossy or _is_lossy(plans)):
+            plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
+        return plan, as_before or plans
+
     def _write(
-        self, claim: Claim, prepared: Prepared, stored: dict[str, Touched], settled: dict[str, list[FieldPlan]]
+        self,
+        claim: Claim,
+        prepared: Prepared,
+        decided: Decided,
+        stored: dict[str, Touched],
+        settled: dict[str, list[FieldPlan]],
     ) -> tuple[list[PartList], Content]:
         """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
-        below, note = self._decide(prepared.parent)
         writer = self._writer(claim)
         entries = []
         for name, source in prepared.sources.items():
-            plan = plan_table(source, self.ledger.below(source, below))
-            as_before = self.ledger.as_before(name, prepared.plans[name])
-            if as_before is None and (name in self.ledger.lossy or _is_lossy(prepared.plans[name])):
-                plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
-            writer.put_part(_part_source(source, plan, as_before or prepared.plans[name]))
+            plan, encodings = self._table_plan(source, prepared.plans[name], decided.below)
+            writer.put_part(_part_source(source, plan, encodings))
             entries.append(_entry(source, plan))
             stored[name] = _touched(source, plan)
         for name, values in prepared.tensors.items():
@@ -162,8 +202,8 @@ class Saver:
         return [part_list], Content(
             step=prepared.step,
             tables=[_told(entry, statistics.get(entry.name, {})) for entry in entries],
-            policy=note,
-            parent=below,
+            policy=decided.note,
+            parent=decided.below,
             predecessor=self.ledger.latest,
             restores=self.ledger.restores(),
             dropped=self.ledger.dropped(self.ledger.continuing(entries)),
@@ -210,24 +250,33 @@ class Saver:
             raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}")
         return chain[int(number)]
 
-    def _decide(self, parent: int | str | None) -> tuple[StoredCheckpoint | None, PolicyNote]:
+    def _decide(self, parent: int | str | None, *, force_full: bool = False) -> Decided:
         """Over which checkpoint to save, and why."""
-        origin, policy = self.ledger.legal_origin(), self._options.policy
+        below, name, reason = self._choose(parent, force_full=force_full)
+        bits = self._options.rule.reason(self.ledger.restores())
+        return Decided(below=below, note=PolicyNote(name=name, reason=reason if bits is None else f"{reason}; {bits}"))
+
+    def _choose(self, parent: int | str | None, *, force_full: bool) -> tuple[StoredCheckpoint | None, str, str]:
+        origin, rule = self.ledger.legal_origin(), self._options.base_rule
         if origin is None:
             first = self.ledger.latest is None
             why = "nothing is committed" if first else "this Run does not continue the latest checkpoint"
-            return None, PolicyNote(name=policy, reason=f"a base: {why}")
+            return None, rule.name, f"a base: {why}"
+        if force_full:
+            return None, "caller", "a base: every row may have changed, as the caller said (force_full)"
         if parent is None:
-            return None, PolicyNote(name="caller", reason="a base, as the caller said")
+            return None, "caller", "a base, as the caller said"
         named = self._parent(parent)
         if named is not None:
-            reason = f"over checkpoint {named.commit.sequence}, as the caller said"
-            return named, PolicyNote(name="caller", reason=reason)
-        base = list(self._history.chain(origin))[-1]
-        sizes = [_size(increment) for increment in self.ledger.increments(base.commit)]
-        decision = policies.decide(policy, _size(base.commit), sizes)
-        chosen = {None: None, "base": base, "latest": origin}[decision.parent]
-        return chosen, PolicyNote(name=policy, reason=decision.reason)
+            return named, "caller", f"over checkpoint {named.commit.sequence}, as the caller said"
+        chain = list(self._history.chain(origin))
+        decision = rule.decide(self._past(chain))
+        return {None: None, "base": chain[-1], "latest": origin}[decision.parent], rule.name, decision.reason
+
+    def _past(self, chain: Sequence[StoredCheckpoint]) -> Past:
+        base = chain[-1].commit
+        increments = tuple(_size(increment) for increment in self.ledger.increments(base))
+        return Past(base_bytes=_size(base), increments=increments, layers=len(chain))
 
     # A stored checkpoint again ----------------------------------------------------------------------------------------
 
@@ -253,7 +302,7 @@ class Saver:
 
     def take_over(self) -> Commit:
         """Commit the latest state unchanged; see `Run.take_over`."""
-        note = PolicyNote(name="takeover", reason="unchanged, to fence off a process that may still write")
+        note = PolicyNote(name=TAKEOVER, reason="unchanged, to fence off a process that may still write")
         return self._copy(lambda latest: Copy(target=latest, over=True, note=note), rollback_to=None)
 
     def _copy(self, choose: Callable[[StoredCheckpoint], Copy], *, rollback_to: int | None) -> Commit:
@@ -262,12 +311,13 @@ class Saver:
         if self.ledger.latest is None:
             raise InvalidInputError("nothing was committed when this run was opened: nothing to commit again")
 
-        def write(claim: Claim) -> tuple[list[PartList], Content]:
+        def chosen() -> Copy:
             assert self.ledger.latest is not None
-            chosen = choose(self._history.get(self.ledger.latest.sequence))
-            return self._write_copy(claim, chosen, rollback_to)
+            return choose(self._history.get(self.ledger.latest.sequence))
 
-        committed = self._commit(write, is_save=False)
+        committed = self._commit(
+            chosen, lambda claim, copied: self._write_copy(claim, copied, rollback_to), is_save=False
+        )
         self.ledger.copied(committed)
         return committed
 
@@ -299,13 +349,16 @@ class Saver:
 
     # The commit -------------------------------------------------------------------------------------------------------
 
-    def _commit(self, write: Callable[[Claim], tuple[list[PartList], Content]], *, is_save: bool) -> Commit:
-        """Stage and commit at the next number; again at the one after, if an earlier attempt of ours holds it."""
+    def _commit(
+        self, decide: Callable[[], _T], write: Callable[[Claim, _T], tuple[list[PartList], Content]], *, is_save: bool
+    ) -> Commit:
+        """Decide, stage, commit at the next number; again at the one after, if an earlier attempt of ours holds it."""
         while True:
+            decided = decide()
             claim = Claim.of(self.ledger.head + 1)
             try:
                 group_bytes = open_attempt(self._store, claim)
-                part_lists, content = write(claim)
+                part_lists, content = write(claim, decided)
                 document = seal(self._store, claim, content, part_lists, group_bytes)
             except BaseException:
                 self._discard(claim)
@@ -343,7 +396,8 @@ class Saver:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
         self._parent(parent)
-        below, note = self._decide(parent)
+        decided = self._decide(parent)
+        below = decided.below
         claim = Claim.of(self.ledger.head + 1)
         self.ledger.attempts[claim.attempt] = False
         token = self._token(claim, count, below)
@@ -362,7 +416,7 @@ class Saver:
             content = Content(
                 step=number,
                 tables=entries,
-                policy=note,
+                policy=decided.note,
                 parent=below,
                 predecessor=self.ledger.latest,
                 restores=self.ledger.restores(),
@@ -387,6 +441,7 @@ class Saver:
         return Save(self._store, token, finish)
 
     def _token(self, claim: Claim, writers: int, below: StoredCheckpoint | None) -> Token:
+        expected = self._options.rule.expected_restores
         return {
             "url": self._store.url,
             "durable": getattr(self._store, "durable", True),
@@ -397,7 +452,7 @@ class Saver:
             "predecessor": None if self.ledger.latest is None else self.ledger.latest.sequence,
             "chunk_bytes": self._options.chunk_bytes,
             "bits": self._options.rule.bits,
-            "expected_restores": self._options.rule.expected_restores,
+            "expected_restores": None if expected is None else float(expected),
             "restores": self.ledger.restores(),
         }
 

