@@ -30,6 +30,7 @@ from checkrun_format.errors import (
     UnsupportedFeatureError,
     UnsupportedVersionError,
 )
+from checkrun_format.forecast import SavePlan, TablePlanned
 from checkrun_format.manifest import Problem
 from checkrun_format.policy import Failures
 from checkrun_format.run import Run, open_run
@@ -60,11 +61,13 @@ __all__ = [
     "Run",
     "RunNotFoundError",
     "Save",
+    "SavePlan",
     "StagedWriter",
     "State",
     "StorageError",
     "Table",
     "TableNotFoundError",
+    "TablePlanned",
     "TableView",
     "UnsupportedFeatureError",
     "UnsupportedVersionError",

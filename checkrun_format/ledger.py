@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -61,6 +62,13 @@ class Ledger:
         self.settled: dict[str, list[FieldPlan]] = {}
         self.lossy: set[str] = set()
         self._layers: dict[int, dict[str, Touched]] = {}
+
+    def copy(self) -> Ledger:
+        """Books of the same content, to be written into without consequences."""
+        other = copy.copy(self)
+        other.attempts, other.settled, other.lossy = dict(self.attempts), dict(self.settled), set(self.lossy)
+        other.pending = {name: touched.copy() for name, touched in self.pending.items()}
+        return other
 
     # What may be laid over what ---------------------------------------------------------------------------------------
 

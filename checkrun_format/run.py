@@ -13,6 +13,7 @@ from checkrun_format import layout
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError
+from checkrun_format.forecast import SavePlan
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
 from checkrun_format.saving import Options, Saver
@@ -210,6 +211,29 @@ class Run:
         """
         with self._saver.lock:
             return self._committed(self._saver.save(state, step, parent, dropped, force_full=force_full))
+
+    def plan_save(
+        self,
+        state: State,
+        *,
+        step: int | None = None,
+        parent: int | str | None = "auto",
+        dropped: Sequence[str] = (),
+        force_full: bool = False,
+    ) -> SavePlan:
+        """What `save` would do with the same arguments: base or increment, why, how many bytes, whether they fit.
+
+        Writes nothing, and counts as never called: rows named by `changed` are to be named again to the save. Only row
+        numbers and shapes are looked at; no value of a table is encoded, and no function of `Table.from_function`
+        called.
+
+        Raises
+        ------
+        InvalidInputError, ConcurrentCommitError
+            As the save would.
+        """
+        with self._saver.lock:
+            return self._saver.plan(state, step, parent, dropped, force_full=force_full)
 
     def begin(self, *, step: int | None = None, writers: int, parent: int | str | None = "auto") -> Save:
         """Begin a save by several writers; see `staging.Save`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from checkrun_format.chunks import ChunkReader
 from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt, seal
 from checkrun_format.compaction import copy_table
 from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError
+from checkrun_format.forecast import Forecaster, SavePlan, Scale, TablePlanned
 from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
@@ -47,7 +49,7 @@ from checkrun_format.state import (
 )
 from checkrun_format.stores import Store
 from checkrun_format.tracking import Touched, of_ids
-from checkrun_format.writer import PartList, PartSource, Writer
+from checkrun_format.writer import PartList, PartSource, Writer, objects_of
 
 _T = TypeVar("_T")
 
@@ -115,12 +117,46 @@ class Saver:
         settled: dict[str, list[FieldPlan]] = {}
         committed = self._commit(
             lambda: self._decide(prepared.parent, force_full=force_full),
-            lambda claim, decided: self._write(claim, prepared, decided, stored, settled),
+            lambda claim, decided: self._write(self._writer(claim), prepared, decided, stored, settled),
             is_save=True,
         )
         self.ledger.saved(committed, stored, settled)
         self.ledger.lossy.update(name for name, plans in prepared.plans.items() if _is_lossy(plans))
         return committed
+
+    def plan(
+        self, state: State, step: object, parent: int | str | None, dropped: Sequence[str], *, force_full: bool
+    ) -> SavePlan:
+        """Go the way of a save without its last steps, on copied books; see `Run.plan_save`."""
+        trial = copy.copy(self)
+        trial.ledger = self.ledger.copy()
+        return trial.forecast(state, step, parent, dropped, force_full=force_full)
+
+    def forecast(
+        self, state: State, step: object, parent: int | str | None, dropped: Sequence[str], *, force_full: bool
+    ) -> SavePlan:
+        """Decide as a save does, and weigh what it would write; notes in the ledger what changed."""
+        self.ledger.check_may_save()
+        prepared = self._prepare(state, step, parent, force_full=force_full)
+        self._tell(prepared, _checked_names(dropped, "dropped"))
+        decided = self._decide(prepared.parent, force_full=force_full)
+        claim, scale = Claim.of(self.ledger.head + 1), Scale(self._store.url)
+        writer = Forecaster(scale, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
+        group_bytes = open_attempt(scale, claim)
+        part_lists, content = self._write(writer, prepared, decided, {}, {})
+        sealed = parse_occupant(seal(scale, claim, content, part_lists, group_bytes), claim.sequence)
+        assert isinstance(sealed, Commit)
+        return SavePlan(
+            kind="base" if decided.below is None else "increment",
+            sequence=claim.sequence,
+            parent=sealed.parent,
+            policy=decided.note.name,
+            reason=decided.note.reason,
+            tables=tuple(_planned(entry, prepared.sources[entry.name], part_lists) for entry in content.tables),
+            stored_bytes=_size(sealed),
+            objects=sum(1 + len(objects_of(part_list.document)) for part_list in part_lists) + 3,
+            free_bytes=self._store.free_bytes(),
+        )
 
     def _tell(self, prepared: Prepared, dropped: Sequence[str]) -> None:
         """Note what changed, unless the save is refused; where noting fails, nothing is known to be unchanged."""
@@ -176,14 +212,13 @@ class Saver:
 
     def _write(
         self,
-        claim: Claim,
+        writer: Writer,
         prepared: Prepared,
         decided: Decided,
         stored: dict[str, Touched],
         settled: dict[str, list[FieldPlan]],
     ) -> tuple[list[PartList], Content]:
         """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
-        writer = self._writer(claim)
         entries = []
         for name, source in prepared.sources.items():
             plan, encodings = self._table_plan(source, prepared.plans[name], decided.below)
@@ -595,6 +630,18 @@ def _entry(source: TableSource, plan: TablePlan) -> TableEntry:
         rows=source.rows if source.keys is None else None,
         storage=plan.storage,
         fields=[Field(name=f.name, dtype=f.dtype, columns=f.columns, encoder=None) for f in source.fields],
+    )
+
+
+def _planned(entry: TableEntry, source: TableSource, part_lists: Sequence[PartList]) -> TablePlanned:
+    """What of a table the parts hold."""
+    parts = [part for told in part_lists for part in told.document.parts if told.document.tables[part[0]] == entry.name]
+    return TablePlanned(
+        name=entry.name,
+        storage=entry.storage,
+        rows=source.rows,
+        stored_rows=sum(part[3] for part in parts),
+        deleted=sum(part[7] for part in parts),
     )
 
 

@@ -211,8 +211,7 @@ class Writer:
         if part.count:
             values = {name: np.array(array) for name, array in part.fetch(0, part.count).items()}
             pool.plain.append(PlainRows(count=part.count, values=values, rows=part.rows))
-        columns = [plan.start for plan in plans]
-        self._add_member(key, pool, _member(part, part.count, columns), size + part.deleted.nbytes)
+        self._add_member(key, pool, member_of(part), size + part.deleted.nbytes)
 
     def put_encoded(self, table: str, encoded: EncodedRows, first_row: int, columns: Sequence[int]) -> None:
         """Store rows that are already encoded, none of them recent (CMP-2)."""
@@ -298,7 +297,7 @@ class Writer:
             block = block or self._open_block(encoded.layout, part.count)
             block.add(encoded)
         assert block is not None
-        self._close_block(block, [_member(part, part.count, [plan.start for plan in part.plans])])
+        self._close_block(block, [member_of(part)])
 
     def _open_block(self, block: BlockLayout, rows: int) -> BlockWriter:
         group = layout.block_group(self._number, len(self._blocks))
@@ -357,13 +356,14 @@ class Writer:
         return entry
 
 
-def _member(part: PartSource, count: int, columns: Sequence[int]) -> Member:
+def member_of(part: PartSource) -> Member:
+    """A part as its block's entry knows it; one of tombstones only has no rows and no columns."""
     return Member(
         table=part.table,
-        first_row=part.first_row if count else -1,
-        count=count,
-        columns=columns,
-        recent=part.recent if count else False,
+        first_row=part.first_row if part.count else -1,
+        count=part.count,
+        columns=[plan.start for plan in part.plans] if part.count else [],
+        recent=part.recent if part.count else False,
         deleted=part.deleted,
     )
 

@@ -64,5 +64,9 @@ class Store(ABC):
     def sync(self, prefix: str) -> None:
         """Return once every object below a prefix, and the way to it, survives a crash of the machine."""
 
+    def free_bytes(self) -> int | None:
+        """Bytes that the store has left for this process, None if it cannot tell."""
+        return None
+
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(f"{type(self).__name__} cannot be pickled: open the run in each process")

@@ -115,6 +115,14 @@ class LocalStore(Store):
                 self._sync_folder(above)
                 above = os.path.dirname(above)
 
+    def free_bytes(self) -> int | None:
+        with _storage_errors(self.root):
+            there = self.root
+            while not os.path.exists(there):
+                there = os.path.dirname(there)
+            found = os.statvfs(there)
+            return found.f_bavail * found.f_frsize
+
     def _make_folder(self, folder: str) -> None:
         """Create a folder and those above it, each durable in its own parent."""
         if os.path.isdir(folder):
