@@ -1,145 +1,43 @@
-"""What several property tests draw from: stores in memory, kinds of tables, their values, and ways to cut rows."""
+"""What several property tests draw from: the kit's tables and stores, and ways to cut rows."""
 
 from __future__ import annotations
 
-import errno
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from hypothesis import strategies as st
 
-from checkrun_format import dtypes
-from checkrun_format.errors import StorageError
-from checkrun_format.stores import AlreadyExistsError, Buffer, Store
+from checkrun_format.testing import MemoryStore
+from checkrun_format.testing.tables import (
+    KEYS,
+    Array,
+    Fields,
+    Ids,
+    Kind,
+    joined,
+    kinds,
+    same_bits,
+    same_fields,
+    seeds,
+    taken,
+    values,
+)
 
-Array = npt.NDArray[Any]
-Ids = npt.NDArray[np.int64]
-Fields = dict[str, Array]
-
-KEYS = (*range(-4, 12), -(2**63), 2**63 - 1, 2**62, -(2**40))
-"""The keys that keyed tables of tests are made of: few, so that the same ones come and go."""
-
-
-class MemoryStore(Store):
-    """A store in memory (STO-1, STO-2)."""
-
-    def __init__(self) -> None:
-        self.url = "memory"
-        self.durable = False
-        self.objects: dict[str, bytes] = {}
-
-    def get(self, key: str) -> bytes | None:
-        return self.objects.get(key)
-
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
-        if key in self.objects:
-            raise StorageError(errno.EEXIST, f"{key} is there already")
-        self.objects[key] = b"".join(bytes(buffer) for buffer in buffers)
-        return len(self.objects[key])
-
-    def create(self, key: str, data: bytes) -> None:
-        if key in self.objects:
-            raise AlreadyExistsError(key)
-        self.objects[key] = data
-
-    def replace(self, key: str, data: bytes) -> None:
-        self.objects[key] = data
-
-    def delete(self, key: str) -> None:
-        self.objects.pop(key, None)
-
-    def folders(self) -> list[str] | None:
-        return list({key.partition("/")[0] for key in self.objects})
-
-    def list(self, prefix: str) -> dict[str, int]:
-        return {key: len(data) for key, data in self.objects.items() if key.startswith(f"{prefix}/")}
-
-    def sync(self, prefix: str) -> None:
-        """Memory survives nothing; there is nothing to do."""
-
-    def dump(self, folder: Path) -> None:
-        """Write all objects as files: the same run (STO-4), for readers of files."""
-        for key, data in self.objects.items():
-            (folder / key).parent.mkdir(parents=True, exist_ok=True)
-            (folder / key).write_bytes(data)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What a table is: its addressing and its fields.
-
-    `weight` may be quantized, `slow` stored narrower; `sum` and `moments` are always raw.
-    """
-
-    key_dtype: str | None = None
-    weight: str = "float32"
-    columns: int = 3
-    moments: bool = False
-
-    @property
-    def keyed(self) -> bool:
-        return self.key_dtype is not None
-
-
-def kinds() -> st.SearchStrategy[Kind]:
-    return st.builds(
-        Kind,
-        key_dtype=st.sampled_from([None, None, "int64", "uint64"]),
-        weight=st.sampled_from(["float32", "float32", "float16", "bfloat16", "float64"]),
-        columns=st.sampled_from([1, 3, 8]),
-        moments=st.booleans(),
-    )
-
-
-def seeds() -> st.SearchStrategy[int]:
-    """Seeds of random values: what they are matters less than where they go."""
-    return st.integers(0, 2**16)
-
-
-def values(kind: Kind, count: int, seed: int) -> Fields:
-    """Random rows: moderate numbers, rows that cannot be quantized, and any bits at all in the raw fields."""
-    rng = np.random.default_rng(seed)
-    fields = {
-        "weight": _weights(rng, count, kind.columns).astype(dtypes.logical(kind.weight)),
-        "sum": rng.integers(0, 2**32, count, np.uint32).view(np.float32),
-        "slow": (rng.normal(size=count) * 10.0 ** rng.integers(-6, 6, count)).astype(np.float32),
-    }
-    if kind.moments:
-        fields["moments"] = rng.integers(-(2**15), 2**15, (count, 2), np.int16)
-    return fields
-
-
-def _weights(rng: np.random.Generator, count: int, columns: int) -> Array:
-    rows = rng.normal(size=(count, columns))
-    special = rng.integers(0, 12, count)
-    rows[special == 0, 0] = np.nan
-    rows[special == 1, -1] = np.inf
-    rows[special == 2] = -0.0
-    rows[special == 3] = 0.25
-    rows[special == 4] = rows[special == 4] * 1e-3 + 900.0
-    return rows
-
-
-def joined(parts: Sequence[Fields]) -> Fields:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def taken(fields: Fields, at: Any) -> Fields:
-    return {name: array[at] for name, array in fields.items()}
-
-
-def same_bits(one: Array, other: Array) -> bool:
-    """Whether two arrays are the same to the last bit, NaN payloads and signs of zero included (TYP-1)."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-
-
-def same_fields(one: Fields, other: Fields) -> bool:
-    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
+__all__ = [
+    "KEYS",
+    "Array",
+    "Fields",
+    "Ids",
+    "Kind",
+    "MemoryStore",
+    "cuts",
+    "joined",
+    "kinds",
+    "same_bits",
+    "same_fields",
+    "seeds",
+    "taken",
+    "values",
+]
 
 
 @st.composite

@@ -1,0 +1,98 @@
+"""Small tables to test with: of every kind, with rows that cannot be quantized, and any bits in their raw fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from checkrun_format import dtypes
+
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.int64]
+Fields = dict[str, Array]
+
+KEYS = (*range(-4, 12), -(2**63), 2**63 - 1, 2**62, -(2**40))
+"""The keys that keyed tables of tests are made of: few, so that the same ones come and go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a table is: its addressing and its fields.
+
+    `weight` may be quantized, `slow` stored narrower; `sum` and `moments` are always raw.
+    """
+
+    key_dtype: str | None = None
+    weight: str = "float32"
+    columns: int = 3
+    moments: bool = False
+
+    @property
+    def keyed(self) -> bool:
+        """Whether rows are named by keys."""
+        return self.key_dtype is not None
+
+
+def kinds() -> st.SearchStrategy[Kind]:
+    """Tables of all kinds."""
+    return st.builds(
+        Kind,
+        key_dtype=st.sampled_from([None, None, "int64", "uint64"]),
+        weight=st.sampled_from(["float32", "float32", "float16", "bfloat16", "float64"]),
+        columns=st.sampled_from([1, 3, 8]),
+        moments=st.booleans(),
+    )
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds of random values: what they are matters less than where they go."""
+    return st.integers(0, 2**16)
+
+
+def values(kind: Kind, count: int, seed: int) -> Fields:
+    """Random rows: moderate numbers, rows that cannot be quantized, and any bits at all in the raw fields."""
+    rng = np.random.default_rng(seed)
+    fields = {
+        "weight": _weights(rng, count, kind.columns).astype(dtypes.logical(kind.weight)),
+        "sum": rng.integers(0, 2**32, count, np.uint32).view(np.float32),
+        "slow": (rng.normal(size=count) * 10.0 ** rng.integers(-6, 6, count)).astype(np.float32),
+    }
+    if kind.moments:
+        fields["moments"] = rng.integers(-(2**15), 2**15, (count, 2), np.int16)
+    return fields
+
+
+def _weights(rng: np.random.Generator, count: int, columns: int) -> Array:
+    rows = rng.normal(size=(count, columns))
+    special = rng.integers(0, 12, count)
+    rows[special == 0, 0] = np.nan
+    rows[special == 1, -1] = np.inf
+    rows[special == 2] = -0.0
+    rows[special == 3] = 0.25
+    rows[special == 4] = rows[special == 4] * 1e-3 + 900.0
+    return rows
+
+
+def joined(parts: Sequence[Fields]) -> Fields:
+    """Rows one after another."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def taken(fields: Fields, at: Any) -> Fields:
+    """Some rows."""
+    return {name: array[at] for name, array in fields.items()}
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Whether two arrays are the same to the last bit, NaN payloads and signs of zero included (TYP-1)."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def same_fields(one: Fields, other: Fields) -> bool:
+    """Whether the fields of two tables are the same to the last bit."""
+    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
