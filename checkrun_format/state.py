@@ -144,7 +144,8 @@ class State:
     tables : mapping of text to Table
         Names are any text.
     tensors : mapping of text to array
-        Dense tensors, of any numeric dtype of numpy, bfloat16 or float8; stored losslessly in every checkpoint.
+        Dense tensors, of any dtype of numbers, truth values or times, bfloat16 and float8 included; stored losslessly
+        in every checkpoint.
     extra : JSON value
         Trainer and reader state. Tuples come back as lists.
     blobs : mapping of text to bytes
