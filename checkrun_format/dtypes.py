@@ -106,6 +106,12 @@ def to_stored(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return native.view(STORED[name]) if STORED[name] != name else native
 
 
+def as_stored(out: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """A destination under the dtype that stores its values: the same memory. None if its byte order is not native."""
+    name = name_of(out.dtype)
+    return out.view(STORED[name]) if out.dtype == _NUMPY[name] else None
+
+
 def from_stored(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """The inverse of `to_stored`: a view of the same memory."""
     return array.view(_NUMPY[name]) if STORED[name] != name else array

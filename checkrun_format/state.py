@@ -175,6 +175,8 @@ class TableSource:
     store_as: Mapping[str, str]
     fetch: Callable[[Selection], dict[str, npt.NDArray[Any]]]
     """Values of rows by position: in the order of row numbers, or of `keys`."""
+    transient: bool
+    """Whether they may change with the next call."""
 
     @property
     def addressing(self) -> str:
@@ -225,6 +227,7 @@ def table_source(name: object, table: object) -> TableSource:
         bits=table.bits,
         store_as=checked_store_as(text, table.store_as, fields),
         fetch=fetch,
+        transient=table.function is not None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class MemoryStore(Store):
     def get(self, key: str) -> bytes | None:
         return self.objects.get(key)
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         if key in self.objects:
             raise StorageError(errno.EEXIST, f"{key} is there already")
         self.objects[key] = b"".join(bytes(buffer) for buffer in buffers)
