@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +66,14 @@ class Scale(Store):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.bytes = 0
 
     def get(self, key: str) -> bytes | None:  # noqa: ARG002
         """Nothing."""
         return None
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:  # noqa: ARG002
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:  # noqa: ARG002
         """Weigh the object."""
-        size = sum(len(buffer) for buffer in buffers)
-        self.bytes += size
-        return size
+        return sum(len(buffer) for buffer in buffers)
 
     def create(self, key: str, data: bytes) -> None:
         """Never called: a plan is not committed."""
@@ -100,6 +97,16 @@ class Scale(Store):
 
     def sync(self, prefix: str) -> None:
         """Nothing is there to be synced."""
+
+
+class Absent:
+    """So many bytes, which are not there."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
 
 
 class Forecaster(Writer):
@@ -169,7 +176,8 @@ class BlockForecaster(BlockWriter):
         self._objects.put_array(f"{self._group}/{name}", entry)
         count = layout.chunk_count(self._rows, self.chunk_rows)
         payload = self._rows if share < 1 else count * self.chunk_rows  # padding compresses to nearly nothing
-        self._objects.stored_bytes += round(payload * chunks.row_bytes(entry) * share) + 4 * count
+        size = round(payload * chunks.row_bytes(entry) * share) + 4 * count
+        self._objects.put(f"{self._group}/{name}/c", [Absent(size)])  # type: ignore[list-item]
 
 
 def _compressed_share(rows: Ids, compression: str) -> float:

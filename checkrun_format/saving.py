@@ -220,18 +220,19 @@ class Saver:
     ) -> tuple[list[PartList], Content]:
         """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
         entries = []
-        for name, source in prepared.sources.items():
-            plan, encodings = self._table_plan(source, prepared.plans[name], decided.below)
-            writer.put_part(_part_source(source, plan, encodings))
-            entries.append(_entry(source, plan))
-            stored[name] = _touched(source, plan)
-        for name, values in prepared.tensors.items():
-            writer.put_tensor(name, values)
-        for name, data in prepared.blobs.items():
-            writer.put_blob(name, data)
-        inline = len(prepared.extra) <= layout.MAX_INLINE_EXTRA
-        span = None if inline else writer.put_span(prepared.extra)
-        part_list = writer.finish()
+        with writer:
+            for name, source in prepared.sources.items():
+                plan, encodings = self._table_plan(source, prepared.plans[name], decided.below)
+                writer.put_part(_part_source(source, plan, encodings))
+                entries.append(_entry(source, plan))
+                stored[name] = _touched(source, plan)
+            for name, values in prepared.tensors.items():
+                writer.put_tensor(name, values)
+            for name, data in prepared.blobs.items():
+                writer.put_blob(name, data)
+            inline = len(prepared.extra) <= layout.MAX_INLINE_EXTRA
+            span = None if inline else writer.put_span(prepared.extra)
+            part_list = writer.finish()
         statistics = merged_statistics([part_list])
         settled.update(self._settled(entries, prepared, statistics))
         return [part_list], Content(
@@ -357,19 +358,21 @@ class Saver:
         return committed
 
     def _write_copy(self, claim: Claim, chosen: Copy, rollback_to: int | None) -> tuple[list[PartList], Content]:
-        writer, target = self._writer(claim), chosen.target
+        target = chosen.target
         names = [entry.name for entry in target.manifest.tables]
-        if chosen.over:
-            entries = [_unchanged(target.entry(name)) for name in names]
-        else:
-            entries = [copy_table(self._history, target, name, writer) for name in names]
-        for tensor in target.manifest.tensors:
-            writer.put_tensor(tensor.name, target.tensor(tensor.name))
-        for blob in target.manifest.blobs:
-            writer.put_blob(blob.name, target.blob(blob))
-        span = target.manifest.extra_blob
-        copied_span = None if span is None else writer.put_span(target.blob(span))
-        return [writer.finish()], Content(
+        with self._writer(claim) as writer:
+            if chosen.over:
+                entries = [_unchanged(target.entry(name)) for name in names]
+            else:
+                entries = [copy_table(self._history, target, name, writer) for name in names]
+            for tensor in target.manifest.tensors:
+                writer.put_tensor(tensor.name, target.tensor(tensor.name))
+            for blob in target.manifest.blobs:
+                writer.put_blob(blob.name, target.blob(blob))
+            span = target.manifest.extra_blob
+            copied_span = None if span is None else writer.put_span(target.blob(span))
+            part_list = writer.finish()
+        return [part_list], Content(
             step=target.commit.step,
             tables=entries,
             policy=chosen.note,
@@ -614,6 +617,7 @@ def _part_source(source: TableSource, plan: TablePlan, plans: Sequence[Any]) -> 
         plans=plans,
         count=plan.count,
         fetch=fetch,
+        transient=source.transient,
         first_row=0 if plan.ids is None else -1,
         rows=plan.ids,
         recent=plan.recent,

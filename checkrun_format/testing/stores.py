@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from checkrun_format.errors import StorageError
 from checkrun_format.stores import AlreadyExistsError, Buffer, Store
@@ -44,7 +45,7 @@ class MemoryStore(Store):
         """The object, None if there is none."""
         return self.objects.get(key)
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         """Store a new object; one that is there is an error of the caller's."""
         if key in self.objects:
             raise StorageError(errno.EEXIST, f"{key} is there already")
@@ -117,7 +118,7 @@ class Fault:
 
 
 class FaultStore(Store):
-    """Any store, with a fault.
+    """Any store, with a fault. One call at a time, so that the k-th is the same in every repetition.
 
     Attributes
     ----------
@@ -135,6 +136,7 @@ class FaultStore(Store):
         self.store = store
         self.url = store.url
         self.durable = getattr(store, "durable", True)
+        self._counting = threading.Lock()
         self.kept: tuple[str, bytes] | None = None
         self.arm(fault)
 
@@ -155,10 +157,14 @@ class FaultStore(Store):
 
     def get(self, key: str) -> bytes | None:
         """The object; half of it where the fault says so."""
-        data = self._call("get", lambda: self.store.get(key), lambda: self.store.get(key))
-        return data[: len(data) // 2] if data is not None and self._truncates_now else data
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+        def half() -> bytes | None:
+            data = self.store.get(key)
+            return None if data is None else data[: len(data) // 2]
+
+        return self._call("get", lambda: self.store.get(key), half)
+
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         """Store a new object."""
 
         def half() -> int:
@@ -172,7 +178,8 @@ class FaultStore(Store):
         if self._fault.how == "late" and not self.fired and self.store.get(key) is None:
             self.fired, self.kept = True, (key, data)
             raise self._fault.error()
-        self._call("create", lambda: self.store.create(key, data), lambda: self.store.create(key, data[: len(data) // 2]))
+        half = data[: len(data) // 2]
+        self._call("create", lambda: self.store.create(key, data), lambda: self.store.create(key, half))
 
     def replace(self, key: str, data: bytes) -> None:
         """Store an object, over another if need be."""
@@ -200,15 +207,17 @@ class FaultStore(Store):
         return self.store.free_bytes()
 
     def _call(self, name: str, effect: Callable[[], _T], half: Callable[[], _T] | None = None) -> _T:
-        fault, self._truncates_now = self._fault, False
-        counts = name in fault.calls
-        self.calls += counts
-        if self.fired and fault.how == "down":
+        """Make a call, or let it fail; `half` does what a truncated one does."""
+        fault = self._fault
+        with self._counting:
+            counts = name in fault.calls
+            self.calls += counts
+            down = self.fired and fault.how == "down"
+            fires = counts and self.calls == fault.at and fault.how != "late"
+            self.fired |= fires
+        if down:
             raise fault.error()
-        if not counts or self.calls != fault.at or fault.how == "late":
-            return effect()
-        self.fired = True
-        return self._fail(name, effect, half)
+        return self._fail(name, effect, half) if fires else effect()
 
     def _fail(self, name: str, effect: Callable[[], _T], half: Callable[[], _T] | None) -> _T:
         how = self._fault.how
@@ -220,7 +229,6 @@ class FaultStore(Store):
         if how == "truncate" and half is not None:
             result = half()
             if name == "get":
-                self._truncates_now = True
                 return result
         if how == "after":
             effect()

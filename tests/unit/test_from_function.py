@@ -294,6 +294,7 @@ class TestBeyond32Bits:
             objects.put_array(f"block-0-0/{name}", arrays[name])
             chunk = np.broadcast_to(values, (cls.CHUNK_ROWS, *values.shape[1:]))
             objects.put_chunk(f"block-0-0/{name}", arrays[name], 0, chunk)
+            objects.wait()
             first = path / claim.prefix / "block-0-0" / name / layout.chunk_name(0, len(shape))
             for index in range(1, layout.chunk_count(cls.ROWS, cls.CHUNK_ROWS)):
                 link = path / claim.prefix / "block-0-0" / name / layout.chunk_name(index, len(shape))
@@ -316,7 +317,7 @@ class TestBeyond32Bits:
         part_list = PartList(
             file=digest_of(data),
             document=document,
-            stored_bytes=objects.stored_bytes,
+            stored_bytes=objects.wait(),
             tensors=[],
             blobs=[],
             tables=[],
