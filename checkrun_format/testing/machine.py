@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import errno
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,7 @@ class ChainMachine(RuleBasedStateMachine):
         self.coarsest: dict[str, int | None] = {}
         self.named: dict[str, set[int] | None] = {}
         self.kept: Snapshot | None = None
+        self.lossless = False
         self.clean = True
         self.origin: int | None = None
         self.lags = False
@@ -172,11 +173,13 @@ class ChainMachine(RuleBasedStateMachine):
     @initialize(
         chunk_bytes=st.sampled_from([1, 24, 64, 64, 200, 200, 4096]),
         policy=st.sampled_from(["intermittent", "full", "one-shot", "consecutive", "consecutive"]),
+        lossless=st.booleans(),
         first=st.lists(st.tuples(kinds(), st.integers(0, 8), seeds()), min_size=1, max_size=3),
     )
-    def start(self, *, chunk_bytes: int, policy: str, first: list[tuple[Kind, int, int]]) -> None:
+    def start(self, *, chunk_bytes: int, policy: str, lossless: bool, first: list[tuple[Kind, int, int]]) -> None:
         """Create the run, and the tables that the trainer begins with."""
         self.open(policy, chunk_bytes)
+        self.lossless = lossless  # then it is known exactly what is recent
         for name, (kind, count, seed) in zip(NAMES, first, strict=False):
             self.held[name] = Held.fresh(kind, count, seed)
 
@@ -335,32 +338,14 @@ class ChainMachine(RuleBasedStateMachine):
         return "auto" if isinstance(how.parent, int) or self.lags else how.parent
 
     def try_to_save(self, how: How, fault: Fault | None) -> None:
-        parent = self.parent_of(how)
-        known = set() if self.latest is None else set(self.committed[self.latest].tables)
-        dropped = sorted(known - set(self.held))
-        self.counter += 1
-        state = crf.State(
-            tables={name: self.table(name, held, how) for name, held in self.held.items()},
-            tensors={"t": np.arange(self.counter % 7, dtype=np.float32)},
-            extra={"counter": self.counter},
-        )
-        snapshot = Snapshot(
-            tables={name: Rows.of(held) for name, held in self.held.items()},
-            tensors={"t": np.arange(self.counter % 7, dtype=np.float32)},
-            extra={"counter": self.counter},
-            step=self.counter,
-        )
-        options: dict[str, Any] = {"step": self.counter, "parent": parent, "dropped": dropped}
-        if how.force_full and parent in (None, "auto"):
-            parent = None
-            options["force_full"] = True
-            self.named = dict.fromkeys(self.named)
-        if parent == "latest" and not self.legal and not self.lost:
+        """Save what the trainer holds; look at what was decided if it is committed."""
+        if self.lossless:
+            how = replace(how, bits=None, store_as=None)
+        state, snapshot, options = self.handed_over(how)
+        parent, legal, before, lagged, clean = options["parent"], self.legal, self.latest, self.lags, self.clean
+        if parent == "latest" and not legal and not self.lost:
             refused(InvalidInputError, lambda: self.saves(state, options))
             return
-        if self.lags:
-            options["dropped"] = self.dropped_as_the_run_sees()
-        legal, before, lagged, clean = self.legal, self.latest, self.lags, self.clean
         for name, held in self.held.items():
             held.touched, held.gone = set(), set()
             if how.bits is not None:
@@ -368,12 +353,39 @@ class ChainMachine(RuleBasedStateMachine):
         self.told = {name: (held.kind, set(held.ids.tolist())) for name, held in self.held.items()}
         saved = self.attempt(lambda: self.saves(state, options), snapshot, fault)
         self.clean = saved is not None
-        if saved is not None:
-            self.origin = saved.sequence
-            if not lagged:
-                self.check_save(saved, parent, before, legal=legal)
-            if not lagged and clean and legal and before is not None:
+        if saved is None:
+            return
+        self.origin = saved.sequence
+        if not lagged:
+            self.check_save(saved, None if how.force_full else parent, before, legal=legal)
+        if not lagged and before is not None:
+            if how.force_full:
+                self.check_all_changed(saved, before)
+            elif clean and legal:
                 self.check_exactly_recent(saved, before)
+
+    def handed_over(self, how: How) -> tuple[crf.State, Snapshot, dict[str, Any]]:
+        """The state as it is handed to a save, what must then be read, and the save's options."""
+        known = set() if self.latest is None else set(self.committed[self.latest].tables)
+        self.counter += 1
+        rest: dict[str, Any] = {
+            "tensors": {"t": np.arange(self.counter % 7, dtype=np.float32)},
+            "extra": {"counter": self.counter},
+        }
+        tables = {name: self.table(name, held, how) for name, held in self.held.items()}
+        options = {
+            "step": self.counter,
+            "parent": "auto" if how.force_full else self.parent_of(how),
+            "dropped": self.dropped_as_the_run_sees() if self.lags else sorted(known - set(self.held)),
+        }
+        if how.force_full:
+            options["force_full"] = True
+            for table in tables.values():
+                table.changed = None  # nothing need be named
+        snapshot = Snapshot(
+            tables={name: Rows.of(held) for name, held in self.held.items()}, step=self.counter, **copy.deepcopy(rest)
+        )
+        return crf.State(tables=tables, **rest), snapshot, options
 
     def dropped_as_the_run_sees(self) -> list[str]:
         """A run that lags behind knows the tables of its own latest checkpoint."""
@@ -678,6 +690,13 @@ class ChainMachine(RuleBasedStateMachine):
 
     def check_all_recent(self, saved: Any, name: str) -> None:
         """LAY-7: every row of a table that continues none is recent; for those who can look at parts."""
+
+    def check_all_changed(self, saved: Any, before: int) -> None:
+        """LAY-7: after `force_full` every row is reported, once."""
+        changes = list(saved.changes_since(before))
+        for name, rows in self.committed[saved.sequence].tables.items():
+            found = [change.rows.view(np.int64) for change in changes if change.table == name]
+            assert same_bits(np.sort(np.concatenate([rows.ids[:0], *found])), rows.ids), name
 
     def check_exactly_recent(self, saved: Any, before: int) -> None:
         """CHG-2: no row is reported but those that the save named, and new ones."""
