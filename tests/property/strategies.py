@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,14 @@ class MemoryStore(Store):
         for key, data in self.objects.items():
             (folder / key).parent.mkdir(parents=True, exist_ok=True)
             (folder / key).write_bytes(data)
+
+
+class SlowStore(MemoryStore):
+    """Takes an object's bytes a while after it was given them."""
+
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
+        time.sleep(0.003)
+        return super().put(key, buffers)
 
 
 @dataclass(frozen=True, kw_only=True)
