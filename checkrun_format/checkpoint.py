@@ -90,7 +90,8 @@ class TableView:
         fields : names
             By default all.
         out : mapping of field name to array
-            Writable CPU arrays of the right shape and dtype to read into; then only these fields are read.
+            Writable CPU arrays of the right shape and dtype to read into; then only these fields are read. After an
+            error they may hold anything.
 
         Returns
         -------
@@ -307,6 +308,7 @@ class Checkpoint:
         out : State
             Existing arrays to read into, of the right shapes and dtypes: tables that `out` has are read into its
             arrays (its fields only), and tensors that it has into its tensors. The rest is returned in new arrays.
+            After an error the arrays may hold anything.
 
         Returns
         -------

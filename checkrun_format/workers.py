@@ -58,12 +58,13 @@ class Workers:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failures or not self._held or self._held + held_bytes <= self._budget)
-            if not self._failures:
+            failed = bool(self._failures)
+            if not failed:
                 number = self._submitted
                 self._submitted += 1
                 self._unfinished += 1
                 self._held += held_bytes
-        if self._failures:
+        if failed:  # not a look at what failed since: this task is counted by now, and has to be handed over
             self.wait()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="checkrun")

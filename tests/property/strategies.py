@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
+from checkrun_format.stores import Buffer
 from checkrun_format.testing import MemoryStore
 from checkrun_format.testing.tables import (
     KEYS,
@@ -29,6 +32,7 @@ __all__ = [
     "Ids",
     "Kind",
     "MemoryStore",
+    "SlowStore",
     "cuts",
     "joined",
     "kinds",
@@ -38,6 +42,14 @@ __all__ = [
     "taken",
     "values",
 ]
+
+
+class SlowStore(MemoryStore):
+    """Takes an object's bytes a while after it was given them."""
+
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
+        time.sleep(0.003)
+        return super().put(key, buffers)
 
 
 @st.composite
