@@ -103,7 +103,7 @@ def test_every_folder_of_tests_is_described() -> None:
 
 def test_the_code_that_readme_shows_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", text("README.md"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     check = """
 fields = first.tables["user"].fields
 assert decoded.dtype == np.float32

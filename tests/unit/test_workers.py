@@ -162,6 +162,10 @@ def test_a_failure_while_a_task_is_handed_over_ends_the_wait() -> None:
         failures.looks = 3 - after
         workers._failures = failures
         with pytest.raises(OSError, match="injected"):
-            for _ in range(3):
-                workers.submit(0, int)
+            submit_three(workers)
         workers.__exit__(OSError, OSError(), None)
+
+
+def submit_three(workers: Workers) -> None:
+    for _ in range(3):
+        workers.submit(0, lambda: None)

@@ -1,0 +1,231 @@
+"""The store fails at each single call of a save and of a compaction, in every way that the fault store knows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import checkrun_format as crf
+from checkrun_format import Checkpoint, Run, State, StorageError, Table
+from checkrun_format.errors import ConcurrentCommitError, DamagedError, NotFoundError
+from checkrun_format.stores import LocalStore
+from checkrun_format.testing import Fault, FaultStore, MemoryStore
+from checkrun_format.testing.model import Rows, loaded
+from checkrun_format.testing.tables import same_bits, same_fields
+
+ACTIONS = ["save", "compact"]
+LOST = ([5, 39], [7], 0)
+"""What the save that fails is told: rows, keys, and a key that is gone."""
+
+
+@dataclass
+class Story:
+    """A trainer with a dense and a keyed table, the run that it saves to, and what every checkpoint must hold."""
+
+    store: FaultStore
+    policy: str = "consecutive"
+    told: dict[int, dict[str, Rows]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.weight = np.arange(120, dtype=np.float32).reshape(40, 3)
+        self.values = {key: float(key) for key in range(-5, 12)}
+        self.run: Run = self.open()
+        self.commit(self.save([], []))
+        for number in (2, 3):
+            self.commit(self.train_and_save([number, 30 + number], [number - 4]))
+
+    def open(self) -> Run:
+        return crf.open_run(self.store, "a", policy=self.policy, chunk_bytes=400)
+
+    def train(self, rows: list[int], keys: list[int], gone: int | None = None) -> None:
+        self.weight = self.weight.copy()
+        self.weight[rows] += 1000
+        self.values |= {key: self.values[key] - 0.5 for key in keys}
+        if gone is not None:
+            del self.values[gone]
+
+    def train_and_save(self, *what: Any) -> Checkpoint:
+        self.train(*what)
+        return self.save(what[0], what[1])
+
+    def save(self, rows: list[int], keys: list[int]) -> Checkpoint:
+        return self.run.save(self.state(rows, keys))
+
+    def state(self, rows: list[int], keys: list[int]) -> State:
+        live = np.array(sorted(self.values))
+        tables = {
+            "dense": Table({"weight": self.weight}, changed=rows),
+            "keyed": Table({"value": np.array([self.values[key] for key in live])}, keys=live, changed=keys),
+        }
+        return State(tables=tables, tensors={"bias": np.ones(5)}, extra={"rows": rows})
+
+    def held(self) -> dict[str, Rows]:
+        """What the trainer has, as it must be read."""
+        return {name: loaded(table) for name, table in self.state([], []).tables.items()}
+
+    def commit(self, made: Checkpoint) -> None:
+        self.told[made.sequence] = self.held()
+
+    def check(self) -> None:
+        """Every checkpoint reads as it must, to somebody who has read nothing yet; and there is no other."""
+        fresh = crf.open_run(self.store.store)
+        assert [number for number in range(1, 9) if self.is_committed(number)] == sorted(self.told)
+        for number, wanted in self.told.items():
+            state = fresh[number].load()
+            for name, rows in wanted.items():
+                found = loaded(state.tables[name])
+                assert same_bits(found.ids, rows.ids) and same_fields(found.fields, rows.fields), (number, name)
+
+    def is_committed(self, number: int) -> bool:
+        try:
+            crf.open_run(self.store.store)[number]
+        except (NotFoundError, DamagedError):
+            return False
+        return True
+
+    def act(self, action: str) -> Checkpoint:
+        if action == "compact":
+            return self.run.compact()
+        return self.train_and_save(*LOST)
+
+    def go_on(self, action: str) -> None:
+        """The next save, which is told of little, holds all that the failed one was told."""
+        before = max(number for number in self.told)
+        made = self.train_and_save([20], [9])
+        self.commit(made)
+        changed: dict[str, set[int]] = {"dense": set(), "keyed": set()}
+        gone: set[int] = set()
+        for change in made.changes_since(before):
+            if not change.dropped:
+                changed[change.table] |= set(change.rows.tolist())
+                gone |= set(change.deleted.tolist())
+        if made.parent is not None:
+            missed = action == "save" and self.told[before]["keyed"].ids.size == 17
+            assert changed["dense"] == ({5, 20, 39} if missed else {20})
+            assert changed["keyed"] == ({7, 9} if missed else {9})
+            assert gone == {0} if missed else gone <= {0}  # repeating a tombstone is harmless (LAY-5)
+        self.check()
+
+
+@pytest.mark.parametrize(
+    ("action", "policy"), [("save", "consecutive"), ("save", "one-shot"), ("compact", "consecutive")]
+)
+@pytest.mark.parametrize("how", ["before", "after", "truncate", "down"])
+def test_a_call_fails(how: Any, action: str, policy: str) -> None:
+    outcomes = set()
+    for k in itertools.count(1):
+        story = Story(FaultStore(MemoryStore()), policy)
+        story.store.arm(Fault(at=k, how=how))
+        outcome = attempt(story, action)
+        fired = story.store.fired
+        story.store.arm(None)
+        outcomes.add(outcome)
+        if story.is_committed(4):
+            story.told[4] = story.held()
+        story.check()
+        if outcome == "refused":
+            story.run = story.open()
+        story.go_on(action)
+        if not fired:
+            break
+    assert k > 20
+    assert {"saved", "failed"} <= outcomes
+    assert ("refused" in outcomes) == (how == "truncate")  # half a commit: the number is damaged, and passed over
+
+
+def attempt(story: Story, action: str) -> str:
+    try:
+        story.act(action)
+    except ConcurrentCommitError:
+        return "refused"
+    except (StorageError, DamagedError):
+        return "failed"
+    return "saved"
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_another_writer_commits_meanwhile(action: str) -> None:
+    """Exactly one of the two has number 4, and the one that is refused has lost no rows."""
+    outcomes = []
+    for k in itertools.count(1):
+        story = Story(FaultStore(MemoryStore()))
+        before, others = story.held(), list[int]()
+
+        def meanwhile(story: Story = story, others: list[int] = others) -> None:
+            others.append(crf.open_run(story.store.store, "a", takeover=True).latest().sequence)
+
+        story.store.arm(Fault(at=k, how="delay", meanwhile=meanwhile))
+        outcome = attempt(story, action)
+        fired = story.store.fired
+        story.store.arm(None)
+        outcomes.append(outcome)
+        ours = [] if outcome == "refused" else [4]
+        assert sorted(ours + others) == list(range(4, 4 + len(ours + others)))
+        for number in ours:
+            story.told[number] = story.held()
+        for number in others:
+            story.told[number] = story.held() if ours and number == 5 else before
+        story.check()
+        story.run = story.open()
+        story.go_on(action)
+        if not fired:
+            break
+    assert outcomes.count("refused") > 20
+    assert outcomes[-1] == "saved"
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_the_process_is_stopped(tmp_path: Path, action: str) -> None:
+    """Killed before one of the calls: the checkpoint is there as a whole or not at all, and training goes on."""
+    calls = calls_of(action)
+    exits, committed = [], []
+    for k in (*range(1, calls, 9), *range(calls - 3, calls + 2)):
+        story = Story(FaultStore(LocalStore(tmp_path / str(k), durable=False)))
+
+        def work(story: Story = story, k: int = k) -> None:
+            story.store.arm(Fault(at=k, how="stop"))
+            story.act(action)
+
+        exits.append(exit_code(work))
+        committed.append(story.is_committed(4))
+        if committed[-1]:
+            if action == "save":  # what the child did to its own copy of the tables
+                story.train(*LOST)
+            story.told[4] = story.held()
+        story.check()
+        story.run = story.open()
+        story.run.restore()
+        story.go_on("")
+        shutil.rmtree(tmp_path / str(k))
+    assert exits == [-signal.SIGKILL] * (len(exits) - 1) + [0]
+    assert committed == sorted(committed) and set(committed) == {False, True}
+
+
+def calls_of(action: str) -> int:
+    """How many calls an action makes of its store."""
+    story = Story(FaultStore(MemoryStore()))
+    story.store.arm(None)
+    story.act(action)
+    return story.store.calls
+
+
+def exit_code(work: Callable[[], None]) -> int:
+    """How a child ends that does this work."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
