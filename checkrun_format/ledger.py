@@ -62,6 +62,7 @@ class Ledger:
         self.settled: dict[str, list[FieldPlan]] = {}
         self.lossy: set[str] = set()
         self._layers: dict[int, dict[str, Touched]] = {}
+        self._met: dict[int, Commit] = {}
 
     def copy(self) -> Ledger:
         """Books of the same content, to be written into without consequences."""
@@ -138,17 +139,17 @@ class Ledger:
 
         What was abandoned by a rollback is none of them, nor are rollbacks and takeovers themselves: they hold no rows.
         """
-        found = []
+        met: dict[int, Commit] = {}
         below = self.latest
         while below is not None and below.sequence > base.sequence:
-            if below.rollback_to is None and below.policy.name != TAKEOVER:
-                found.append(below)
+            met[below.sequence] = below
             number = below.predecessor if below.rollback_to is None else below.rollback_to
             try:
-                below = None if number is None else self._history.get(number).commit
+                below = None if number is None else self._met.get(number) or self._history.get(number).commit
             except CheckrunError:
                 break  # pruned or damaged: what is left of the history decides
-        return found[::-1]
+        self._met = met
+        return [c for c in reversed(met.values()) if c.rollback_to is None and c.policy.name != TAKEOVER]
 
     # What changed -----------------------------------------------------------------------------------------------------
 

@@ -415,6 +415,26 @@ class TestWhatCounts:
 
         assert self.seen(tmp_path, taken_over).increments == self.sizes(tmp_path, 2, 3, 5)
 
+    def test_what_was_met_is_not_read_again(self, tmp_path: Path) -> None:
+        """Also when it is pruned by now: what it cost has been spent."""
+        store = CountingStore(tmp_path)
+        run = crf.open_run(store, "a", policy=one_shot)
+        values = np.zeros((200, 4), np.float32)
+        run.save(table(values))
+        for number in range(2, 9):
+            run.save(table(values, [number]))
+            run._history._checkpoints.clear()
+            for low in range(2, number):
+                (tmp_path / f"{low:08d}" / "zarr.json").unlink(missing_ok=True)
+        store.read.clear()
+        made = run.save(table(values, [9]))
+        assert {key for key in store.read if key.endswith("zarr.json")} == {
+            f"{number:08d}/zarr.json"
+            for number in (1, 8, 9)  # the last to be returned
+        }
+        increments = run._saver.ledger.increments(run[1].commit)
+        assert [commit.sequence for commit in increments] == list(range(2, made.sequence + 1))
+
     def test_compaction_begins_anew(self, tmp_path: Path) -> None:
         def compacted(run: Run, _: Any) -> Run:
             run.compact()
@@ -422,6 +442,18 @@ class TestWhatCounts:
 
         past = self.seen(tmp_path, compacted)
         assert (past.increments, past.base_bytes) == ((), *self.sizes(tmp_path, 4))
+
+
+class CountingStore(LocalStore):
+    """Remembers what was read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, durable=False)
+        self.read: list[str] = []
+
+    def get(self, key: str) -> bytes | None:
+        self.read.append(key)
+        return super().get(key)
 
 
 class FailingStore(LocalStore):
