@@ -140,10 +140,14 @@ class BaseRule:
         if self.every is not None and since >= self.every:
             return Decision(parent=None, reason=f"a base every {self.every} checkpoints: {since} since the last")
         decision = (self.policy if callable(self.policy) else POLICIES[self.policy])(past)
-        if not isinstance(decision, Decision) or decision.parent not in (None, "base", "latest"):
+        if (
+            not isinstance(decision, Decision)
+            or decision.parent not in (None, "base", "latest")
+            or not isinstance(decision.reason, str)
+        ):
             raise InvalidInputError(
-                f"policy {self.name!r} returned {decision!r}; a Decision belongs here, with parent None, 'base' or "
-                "'latest'"
+                f"policy {self.name!r} returned {decision!r}; a Decision belongs here, its parent None, 'base' or "
+                "'latest', its reason a sentence"
             )
         return decision
 
