@@ -9,7 +9,7 @@ state = run.latest().load()
 """
 
 from checkrun_format import policy, quantize
-from checkrun_format.changes import Changes
+from checkrun_format.changes import Changes, StoredField
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import (
     BurntError,
@@ -65,6 +65,7 @@ __all__ = [
     "StagedWriter",
     "State",
     "StorageError",
+    "StoredField",
     "Table",
     "TableNotFoundError",
     "TablePlanned",

@@ -28,7 +28,16 @@ from checkrun_format import layout
 from checkrun_format.errors import ConcurrentCommitError, InvalidInputError, StorageError
 from checkrun_format.manifest import Commit, parse_occupant
 from checkrun_format.stores import Store
-from checkrun_format.testing.model import Held, Rows, Snapshot, applied, check_narrowed, check_quantized, loaded
+from checkrun_format.testing.model import (
+    Held,
+    Rows,
+    Snapshot,
+    applied,
+    check_narrowed,
+    check_quantized,
+    check_raw_changes,
+    loaded,
+)
 from checkrun_format.testing.stores import EVERY_CALL, WRITES, Fault, FaultStore, MemoryStore
 from checkrun_format.testing.tables import KEYS, Array, Kind, kinds, same_bits, same_fields, seeds, taken
 
@@ -616,6 +625,7 @@ class ChainMachine(RuleBasedStateMachine):
         low, high = sorted((numbers[one % len(numbers)], numbers[other % len(numbers)]))
         run = self.open_reader()
         self.check_changes(run, low, high, run[low].load(), max_bytes)
+        check_raw_changes(run[high], low, max_bytes)
 
     @precondition(lambda self: self.committed)
     @rule(pick=st.integers(0, 30), seed=seeds())

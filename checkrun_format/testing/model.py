@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,3 +140,41 @@ def check_quantized(found: Array, wanted: Array, bits: int) -> None:
         rounding = np.abs(old).max(axis=1, keepdims=True) * (2.0**-8 if found.dtype.itemsize == 2 else 2.0**-20)
         bound = 0.505 * spread / (2**bits - 1) + rounding
         assert (np.abs(old - new) <= bound * 1.01).all(), (bits, old, new)
+
+
+def check_raw_changes(checkpoint: Any, since: int, max_bytes: int = 64 << 20) -> None:
+    """What changed, as it is stored, decodes to what changed: the same rows, bits, tombstones and dropped tables."""
+    plain = list(checkpoint.changes_since(since, max_bytes=max_bytes))
+    stored = list(checkpoint.changes_since(since, raw=True, max_bytes=max_bytes))
+    assert _told(plain) == _told(stored)
+    assert _cells((c.table, c.rows, name, 0, values) for c in plain for name, values in c.fields.items()) == _cells(
+        (c.table, c.rows, name, field.start, field.decode()) for c in stored for name, field in c.fields.items()
+    )
+
+
+def _told(batches: Sequence[Changes]) -> dict[str, Any]:
+    """What is known of each table apart from its rows, and in which order."""
+    told: dict[str, Any] = {}
+    for batch in batches:
+        first = (batch.dropped, batch.table_rows, batch.key_dtype, batch.deleted.tolist())
+        told.setdefault(f"{batch.table} {batch.dropped}", first)
+    return told
+
+
+def _cells(found: Iterable[tuple[str, Ids, str, int, Array]]) -> dict[str, tuple[list[Any], bytes]]:
+    """Rows, columns and bits of the values of each field, by row and column; none twice."""
+    gathered: dict[str, list[tuple[Ids, Ids, Array]]] = {}
+    for table, rows, name, start, array in found:
+        width = array.shape[1] if array.ndim == 2 else 1
+        columns = np.tile(np.arange(start, start + width), len(rows))
+        cells = np.repeat(rows, width), columns, np.ascontiguousarray(array).reshape(-1)
+        gathered.setdefault(f"{table} {name} {array.dtype}", []).append(cells)
+    sorted_cells = {}
+    for name, pieces in gathered.items():
+        rows, columns, bits = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        order = np.lexsort((columns, rows))
+        places = np.stack([rows[order], columns[order]], axis=1)
+        assert (places[1:] != places[:-1]).any(axis=1).all()
+        if len(rows):
+            sorted_cells[name] = places.tolist(), bits[order].tobytes()
+    return sorted_cells

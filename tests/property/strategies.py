@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from checkrun_format.stores import Buffer
 from checkrun_format.testing import MemoryStore
+from checkrun_format.testing.model import check_raw_changes
 from checkrun_format.testing.tables import (
     KEYS,
     Array,
@@ -33,6 +34,7 @@ __all__ = [
     "Kind",
     "MemoryStore",
     "SlowStore",
+    "check_raw_changes",
     "cuts",
     "joined",
     "kinds",
