@@ -50,7 +50,7 @@ def _retold(field: Field, layers: Layers, exact_rows: int) -> Field:
 
 def _encoded(piece: Piece, fields: dict[str, Field], wanted: Wanted) -> tuple[EncodedRows, int]:
     """The rows of a piece as they are stored; and their first number, -1 if they are listed."""
-    encoded = [_field(piece, f, fields[f.name]) for f in piece.block.entry.fields]
+    encoded = [encoded_field(piece, f, fields[f.name]) for f in piece.block.entry.fields]
     count = len(next(iter(encoded[0].arrays.values())))
     if isinstance(wanted, WantedRange) and isinstance(piece.places, slice):
         return EncodedRows(count=count, fields=encoded, rows=None), piece.places.start
@@ -58,7 +58,8 @@ def _encoded(piece: Piece, fields: dict[str, Field], wanted: Wanted) -> tuple[En
     return EncodedRows(count=count, fields=encoded, rows=rows), -1
 
 
-def _field(piece: Piece, f: BlockField, field: Field) -> EncodedField:
+def encoded_field(piece: Piece, f: BlockField, field: Field) -> EncodedField:
+    """One field of the rows of a piece, as it is stored; exact rows by their places among them."""
     block, positions = piece.block, piece.positions
     if f.encoding == "affine":
         codes, qparams = block.affine(f, piece.chunk)

@@ -205,6 +205,12 @@ class Ledger:
         self.settled, self.lossy = {}, set()
         self.attempts = dict.fromkeys(self.attempts, False)
 
+    def compared_with(self, sequence: int, settled: Mapping[str, list[FieldPlan]]) -> None:
+        """The state was compared with a checkpoint and equals it but for rows that the next save names (HEA-2)."""
+        self.origin, self.pending, self._layers = sequence, {}, {}
+        self.settled, self.lossy = dict(settled), set()
+        self.attempts = dict.fromkeys(self.attempts, False)
+
     def as_before(self, name: str, plans: Sequence[FieldPlan]) -> list[FieldPlan] | None:
         """The plans by which a table is encoded to the same bits as before; None if that cannot be."""
         settled = self.settled.get(name)

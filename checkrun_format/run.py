@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from checkrun_format import layout
+from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError
@@ -239,6 +240,27 @@ class Run:
             state: State = chosen.load(out=out)
             saver.ledger.restored_from(chosen.sequence)
             return state
+
+    def continue_from(
+        self, checkpoint: int | Checkpoint, *, settled: Mapping[str, Sequence[FieldPlan]] | None = None
+    ) -> None:
+        """Make a checkpoint the origin of the next save without reading it; for a state that was compared with it.
+
+        Counts as no restore. The next save must name every row that differs, and of quantized fields every row that
+        would be encoded to other bits than it is stored in.
+
+        Parameters
+        ----------
+        checkpoint : number or Checkpoint
+            After any but the latest, the next save is a base.
+        settled : mapping
+            Tables of which every other row is known to encode to the bits that are stored, and by which plans:
+            only of these are rows that are stored again, but did not change, not told as changed.
+        """
+        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
+        with self._saver.lock:
+            plans = {name: list(fields) for name, fields in (settled or {}).items()}
+            self._saver.ledger.compared_with(self[sequence].sequence, plans)
 
     def rollback(self, sequence: int) -> Checkpoint:
         """Commit a checkpoint with the state of an earlier one, so that the latest is always the one to resume from.

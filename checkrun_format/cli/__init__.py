@@ -2,7 +2,7 @@
 
 Beside them what they share: `address` (which run, checkpoint, rows), `census` and `lineage` (what the commits of a run
 say), `description` (what the documents of a checkpoint say), `values` and `salvage` (rows, and reading around damage),
-`page`, `text` and `document` (print for people, safely, and for programs), `stream`, `endings` and `manual` (standard
+`page`, `text` and `document` (print for people, safely, and for programs), `progress`, `stream`, `endings` and `manual` (standard
 output, exit codes, help).
 """
 
@@ -14,6 +14,8 @@ from checkrun_format.cli.cat import cat
 from checkrun_format.cli.changes import changes
 from checkrun_format.cli.demo import demo
 from checkrun_format.cli.endings import Shell
+from checkrun_format.cli.export import export
+from checkrun_format.cli.import_ import import_
 from checkrun_format.cli.info import info
 from checkrun_format.cli.ls import ls
 from checkrun_format.cli.manual import ADDRESSES, CODES, JSON, epilog
@@ -43,5 +45,5 @@ def main() -> None:
     """Checkpoints of recommendation models, incremental and quantized, in an open format."""
 
 
-for _command in (cat, changes, demo, info, ls, tree, verify):
+for _command in (cat, changes, demo, export, import_, info, ls, tree, verify):
     main.add_command(_command)
