@@ -206,9 +206,13 @@ class Ledger:
         self.attempts = dict.fromkeys(self.attempts, False)
 
     def compared_with(self, sequence: int, settled: Mapping[str, list[FieldPlan]]) -> None:
-        """The state was compared with a checkpoint and equals it but for rows that the next save names (HEA-2)."""
+        """The state was compared with a checkpoint and equals it but for rows that the next save names (HEA-2).
+
+        It equals what was encoded, not what is read: of tables that are not settled, any row may get other bits.
+        """
         self.origin, self.pending, self._layers = sequence, {}, {}
-        self.settled, self.lossy = dict(settled), set()
+        names = {entry.name for entry in self._history.get(sequence).manifest.tables}
+        self.settled, self.lossy = dict(settled), names - settled.keys()
         self.attempts = dict.fromkeys(self.attempts, False)
 
     def as_before(self, name: str, plans: Sequence[FieldPlan]) -> list[FieldPlan] | None:

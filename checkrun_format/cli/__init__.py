@@ -2,8 +2,8 @@
 
 Beside them what they share: `address` (which run, checkpoint, rows), `census` and `lineage` (what the commits of a run
 say), `description` (what the documents of a checkpoint say), `values` and `salvage` (rows, and reading around damage),
-`page`, `text` and `document` (print for people, safely, and for programs), `progress`, `stream`, `endings` and `manual` (standard
-output, exit codes, help).
+`page`, `text` and `document` (print for people, safely, and for programs), `progress`, `stream`, `endings` and `manual`
+(how far it is, standard output, exit codes, help).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -14,7 +13,7 @@ from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Column, Page, Sheet
 from checkrun_format.cli.progress import progress
 from checkrun_format.cli.text import count, quoted
-from checkrun_format.interchange import KINDS, RAW, Imported, import_file
+from checkrun_format.interchange import KINDS, RAW, Imported, ImportedTable, import_file
 
 
 @click.command(
@@ -29,7 +28,7 @@ from checkrun_format.interchange import KINDS, RAW, Imported, import_file
         """
         With --json: {"run", "file", "file_bytes", "committed", "checkpoint",
         "parent", "step", "stored_bytes", "tensors", "dropped", "tables"}, and
-        for each table "table", "rows", "changed" and "bits".
+        for each table "table", "rows", "changed", "bits" and "replaced".
         """,
         examples="""
         checkrun import model.safetensors my-run --bits 4
@@ -89,8 +88,12 @@ def _document(url: str, file: str, done: Imported) -> dict[str, Any]:
         "stored_bytes": done.checkpoint.stored_bytes if done.committed else 0,
         "tensors": done.tensors,
         "dropped": list(done.dropped),
-        "tables": [{"table": t.name, "rows": t.rows, "changed": t.changed, "bits": t.bits} for t in done.tables],
+        "tables": [_table(t) for t in done.tables],
     }
+
+
+def _table(t: ImportedTable) -> dict[str, Any]:
+    return {"table": t.name, "rows": t.rows, "changed": t.changed, "bits": t.bits, "replaced": t.replaced}
 
 
 def _show(page: Page, file: str, done: Imported) -> None:
@@ -109,9 +112,12 @@ def _show(page: Page, file: str, done: Imported) -> None:
 
 
 def _show_tables(page: Page, done: Imported) -> None:
-    columns = [Column("table"), *(Column(title, right=True) for title in ("rows", "changed", "bits"))]
-    rows: Sequence[Sequence[str]] = [
-        [quoted(t.name), count(t.rows), count(t.changed), RAW if t.bits is None else str(t.bits)] for t in done.tables
-    ]
-    if rows:
-        Sheet(page, columns).rows(rows)
+    columns = [Column("table"), *(Column(title, right=True) for title in ("rows", "changed", "bits")), Column("")]
+    if done.tables:
+        Sheet(page, columns).rows([_cells(t) for t in done.tables])
+
+
+def _cells(t: ImportedTable) -> list[str]:
+    bits = RAW if t.bits is None else str(t.bits)
+    note = "in the place of a table of other fields, columns or dtypes" if t.replaced else ""
+    return [quoted(t.name), count(t.rows), count(t.changed), bits, note]

@@ -1,4 +1,4 @@
-"""Which rows of a table in a file differ from a checkpoint: what encodes to the bits that are stored has not changed."""
+"""Which rows of a table in a file differ from a checkpoint: what encodes to the stored bits has not changed."""
 
 from __future__ import annotations
 
@@ -68,15 +68,14 @@ def compare(layers: Layers, table: FileTable, advance: Callable[[int], None]) ->
     entry = layers[0][1]
     there: Wanted = WantedIds(live_keys(layers)) if entry.rows is None else WantedRange(0, entry.rows)
     wanted = _common(there, table)
-    ids = wanted.ids()
     differs: Mask = np.zeros(len(wanted), np.bool_)
     plans = _Plans()
     for piece in pieces(layers, wanted):
-        for places, some in _compared(piece, entry, table, ids, plans):
+        for places, some in _compared(piece, entry, table, wanted, plans):
             differs[places] |= some
             advance(len(some) * table.row_bytes)
     return Comparison(
-        changed=ids[differs],
+        changed=np.flatnonzero(differs) if isinstance(wanted, WantedRange) else wanted.wanted[differs],
         new=table.rows - len(wanted),
         gone=len(there) - len(wanted),
         plans=plans.of(table),
@@ -104,7 +103,7 @@ class _Plans:
 
 
 def _compared(
-    piece: Piece, entry: TableEntry, table: FileTable, ids: Ids, plans: _Plans
+    piece: Piece, entry: TableEntry, table: FileTable, wanted: Wanted, plans: _Plans
 ) -> Iterator[tuple[Selection, Mask]]:
     """Places among the wanted rows, some at a time, and which of them differ."""
     fields = {f.name: f for f in entry.fields}
@@ -119,7 +118,7 @@ def _compared(
     for low in range(0, count, step):
         high = min(low + step, count)
         places = _part_of(piece.places, low, high)
-        values = table.fetch(ids[places])
+        values = table.fetch(places if isinstance(wanted, WantedRange) else wanted.wanted[places])
         part = blocks.cut(EncodedRows(count=count, fields=stored, rows=None), low, high)
         differs: Mask = np.zeros(high - low, np.bool_)
         for way, s in zip(ways, part.fields, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +15,10 @@ from checkrun_format.errors import InvalidInputError
 Array: TypeAlias = npt.NDArray[Any]
 
 PIECE_BYTES: Final = 16 << 20
-"""Bytes of rows that are read, compared or written at a time, about."""
+"""Bytes of rows that are compared at a time, about."""
+
+WRITTEN_BYTES: Final = 32 << 20
+"""Bytes of rows that are resolved and written at a time, about: not few, for each time whole chunks are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,11 @@ class Entry:
         """Bytes of all values."""
         return dtypes.logical(self.dtype).itemsize * int(np.prod(self.shape, dtype=object))
 
-    def stored(self) -> Iterable[Array]:
+    def buffers(self) -> Iterator[memoryview]:
+        """The pieces as bytes, as they stand in a file."""
+        return (piece.reshape(-1).view(np.uint8).data for piece in self.stored())
+
+    def stored(self) -> Iterator[Array]:
         """The pieces as bits in the dtype that stores them, little endian, each in one run of memory."""
         for piece in self.pieces():
             bits = dtypes.to_stored(piece)

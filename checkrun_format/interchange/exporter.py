@@ -14,7 +14,7 @@ from checkrun_format import dtypes
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import InvalidInputError, UnsupportedFeatureError
 from checkrun_format.interchange import kinds
-from checkrun_format.interchange.contents import PIECE_BYTES, Array, Entry
+from checkrun_format.interchange.contents import WRITTEN_BYTES, Array, Entry
 from checkrun_format.interchange.inventory import Label, TableLabel, label_table, to_text
 from checkrun_format.manifest import Field
 
@@ -42,9 +42,9 @@ def export_checkpoint(
     """Write a checkpoint as a file of tensors; `import_file` makes the same state of it.
 
     A table of one field is a tensor of the table's name; the other names are told in `inventory`. Tables and the
-    trainer's state are described in a label: the metadata of a safetensors file, the `_metadata` of a state dict, the array
-    `__checkrun__` of an npz. A state dict needs as much memory as the file has bytes; the other kinds are written piece
-    by piece.
+    trainer's state are described in a label: the metadata of a safetensors file, the `_metadata` of a state dict, the
+    array `__checkrun__` of an npz. A state dict needs as much memory as the file has bytes; the other kinds are
+    written piece by piece.
 
     Parameters
     ----------
@@ -76,14 +76,12 @@ def export_checkpoint(
     return Exported(file_bytes=size, tensors=len(checkpoint.tensors), tables=len(tables), blobs=len(blobs))
 
 
-def write(
-    path: Path, kind: str, entries: Sequence[Entry], label: Label, *, overwrite: bool, advance: Advance
-) -> int:
+def write(path: Path, kind: str, entries: Sequence[Entry], label: Label, *, overwrite: bool, advance: Advance) -> int:
     """Write entries and their label; return the bytes of the file."""
     seen: set[str] = set()
     for entry in entries:
         if entry.name in seen:
-            raise InvalidInputError(f"two of its tables, tensors and blobs would both be called {entry.name!r} in a file")
+            raise InvalidInputError(f"two of its tables, tensors and blobs would be called {entry.name!r} in a file")
         seen.add(entry.name)
     watched = [_watched(entry, advance) for entry in entries]
     return kinds.write(path, kind, watched, to_text(label), overwrite=overwrite)
@@ -139,4 +137,4 @@ def _field(view: TableView, f: Field, tensor: str) -> Entry:
 
 def rows_at_a_time(f: Field) -> int:
     """Rows of a field that are decoded and written at a time."""
-    return max(1, PIECE_BYTES // (dtypes.logical(f.dtype).itemsize * (f.columns or 1)))
+    return max(1, WRITTEN_BYTES // (dtypes.logical(f.dtype).itemsize * (f.columns or 1)))

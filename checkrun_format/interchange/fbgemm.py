@@ -1,8 +1,9 @@
 """Rows as the operators of FBGEMM and PyTorch take them: codes, then scale and bias, all in one row of bytes.
 
 At 8 bits: a byte for each code, then scale and bias as float32; at 4 and 2 bits: codes packed from the lowest bits of
-each byte on, as PCK-1 has them, then scale and bias as float16. Little endian. `torch.ops.quantized.embedding_bag_byte_unpack`,
-`..._4bit_unpack` and `..._2bit_unpack` read them.
+each byte on, as PCK-1 has them, then scale and bias as float16. Little endian. `embedding_bag_byte_unpack`,
+`embedding_bag_4bit_unpack` and `embedding_bag_2bit_unpack` of `torch.ops.quantized` read them; at 8 bits in one fused
+multiply-add, which gives the same bits as DEC-1 where a scale has at most 16 significant bits (DEC-4).
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def export_fused(
         layers = view.layers()
         width = bits or _narrowest(layers, view)
         names = label_table(name, view.fields, keyed=view.addressing == "keyed")
-        f = None if width is None else _fused_field(view, given=bits is not None)
+        f = None if width is None else _fused_field(view)
         if f is None or width is None or f.columns is None:
             plain.append(name)
             entries += exporter.table_entries(view, names)
@@ -142,9 +143,7 @@ def export_fused(
     if not fusions:
         raise InvalidInputError("no table is quantized: --bits (2, 4 or 8) says how to encode them")
     size = exporter.write(path, kind, entries, Label(fbgemm=label), overwrite=overwrite, advance=advance)
-    return Fused(
-        file_bytes=size, tables=fusions, plain=plain, left_out=left_out, tensors=len(checkpoint.tensors)
-    )
+    return Fused(file_bytes=size, tables=fusions, plain=plain, left_out=left_out, tensors=len(checkpoint.tensors))
 
 
 def _narrowest(layers: Layers, view: TableView) -> int | None:
@@ -163,11 +162,13 @@ def _name_of_main(view: TableView) -> str:
     return view.fields[0].name if len(view.fields) == 1 else WEIGHT
 
 
-def _fused_field(view: TableView, *, given: bool) -> Field | None:
+def _fused_field(view: TableView) -> Field | None:
     """The field of a table that is fused: its only one, or `weight`; None if it holds no rows of floating point."""
     found = next((f for f in view.fields if f.name == _name_of_main(view)), None)
     if found is None:
-        raise InvalidInputError(f"table {view.name!r} has several fields, none of which is {WEIGHT!r}: which one to fuse?")
+        raise InvalidInputError(
+            f"table {view.name!r} has several fields, none of which is {WEIGHT!r}: none to be fused"
+        )
     return found if found.columns is not None and found.dtype in dtypes.FLOATING else None
 
 

@@ -41,12 +41,15 @@ class ImportedTable:
         Rows that differ from the checkpoint before, new ones included; all of a table that it did not have.
     bits : int or None
         Of its field `weight`, or its only one; None if raw.
+    replaced : bool
+        The checkpoint before has another table of this name: of other fields, columns or dtypes.
     """
 
     name: str
     rows: int
     changed: int
     bits: int | None
+    replaced: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class _Continued:
     plans: Mapping[str, FieldPlan]
     settled: list[FieldPlan] | None = None
     touched: int | None = None
+    replaced: bool = False
     is_same: bool = False
 
 
@@ -101,8 +105,8 @@ def import_file(
 
     Tensors (rows, columns) that match become tables with the field `weight`, all others dense tensors; what is a table
     in the latest checkpoint stays one. Rows that changed since then are found by encoding all rows as they were
-    encoded there (`comparison.compare`), some megabytes at a time, and only they are stored. If nothing changed, nothing
-    is committed.
+    encoded there (`comparison.compare`), some megabytes at a time, and only they are stored. If nothing changed,
+    nothing is committed.
 
     Parameters
     ----------
@@ -162,9 +166,7 @@ def _fits(table: FileTable) -> bool:
     )
 
 
-def _import(
-    run: Run, found: Inventory, bits: Width, step: int | None, file_bytes: int, advance: Advance
-) -> Imported:
+def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_bytes: int, advance: Advance) -> Imported:
     latest: Checkpoint | None = run.latest(None)
     continued = {name: _continued(latest, table, bits, advance) for name, table in found.tables.items()}
     dropped = [] if latest is None else [name for name in latest.tables if name not in found.tables]
@@ -199,7 +201,7 @@ def _continued(latest: Checkpoint | None, table: FileTable, bits: Width, advance
         return _Continued(changed=None, plans=fresh)
     layers = latest.table(table.name).layers()
     if not _is_same_kind(table, layers[0][1]):
-        return _Continued(changed=ALL, plans=fresh)
+        return _Continued(changed=ALL, plans=fresh, replaced=True)
     recorded = recorded_plans(layers, table)
     plans = recorded if bits is None else {**recorded, **fresh}
     if any(_way(plans[name]) != _way(recorded[name]) for name in recorded):
@@ -245,6 +247,7 @@ def _told(table: FileTable, c: _Continued) -> ImportedTable:
         rows=table.rows,
         changed=table.rows if c.touched is None else c.touched,
         bits=None if plan is None else plan.bits,
+        replaced=c.replaced,
     )
 
 
@@ -264,9 +267,7 @@ def _table(table: FileTable, c: _Continued, advance: Advance) -> Table:
     )
 
 
-def _is_unchanged(
-    latest: Checkpoint, found: Inventory, continued: Mapping[str, _Continued], step: int | None
-) -> bool:
+def _is_unchanged(latest: Checkpoint, found: Inventory, continued: Mapping[str, _Continued], step: int | None) -> bool:
     """Whether a checkpoint holds all that the file holds; a step that is not given is no difference."""
     return (
         step in (None, latest.step)

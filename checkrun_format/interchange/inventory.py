@@ -1,7 +1,7 @@
 """What the tensors of a file are in a checkpoint: tables, dense tensors, blobs; and what they are called in a file.
 
-In a file that `checkrun export` writes, a table of one field is one tensor of the table's name; the fields of another are
-`TABLE.FIELD`. The keys of a keyed table are `TABLE.keys`, blobs `blobs.NAME`. The file's label says all this.
+In a file that `checkrun export` writes, a table of one field is one tensor of the table's name; the fields of another
+are `TABLE.FIELD`. The keys of a keyed table are `TABLE.keys`, blobs `blobs.NAME`. The file's label says all this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from checkrun_format import dtypes, layout
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange.contents import Array, Contents
 from checkrun_format.manifest import Field
-from checkrun_format.rows import Ids, as_ids, as_slice
+from checkrun_format.rows import Ids, Selection, as_ids, as_slice
 
 MANY_ROWS: Final = 10_000
 """A tensor (rows, columns) of more rows is a table, if no pattern says what is one."""
@@ -114,14 +114,14 @@ class FileTable:
             self._order.append((ids[order], order))
         return self._order[0]
 
-    def fetch(self, ids: Ids) -> dict[str, Array]:
+    def fetch(self, ids: Selection) -> dict[str, Array]:
         """The rows of some ascending numbers, or keys."""
-        at = ids
         if self.keys is not None:
+            assert not isinstance(ids, slice)
             keys, order = self._sorted()
-            at = order[np.searchsorted(keys, ids)]
-        selection = as_slice(at)
-        return {name: array[selection] for name, array in self.fields.items()}
+            ids = order[np.searchsorted(keys, ids)]
+        at = as_slice(ids)
+        return {name: array[at] for name, array in self.fields.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,8 @@ def _read_index(path: Path, given: str | None, stack: contextlib.ExitStack) -> C
 
 def _read(path: Path, kind: str, stack: contextlib.ExitStack) -> Contents:
     with _told(path), _installed(kind):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InvalidInputError("not a regular file: it is read here and there, which a pipe is not")
         with path.open("rb"):
             pass
         return KINDS[kind].read(path, stack)
@@ -137,18 +139,18 @@ def write(path: Path, kind: str, entries: Sequence[Entry], label: str, *, overwr
         The file exists, or this kind cannot hold a tensor.
     StorageError
     """
+    if not path.parent.is_dir():
+        raise NotFoundError(f"{path.parent}: no such folder")
     _check_free(path, overwrite=overwrite)
     partial = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
     try:
         with _told(path), _installed(kind):
-            try:
-                with partial.open("xb") as out:
-                    KINDS[kind].write(out, entries, label)
-                _check_free(path, overwrite=overwrite)
-                size = partial.stat().st_size
-                partial.replace(path)
-            except RuntimeError as error:  # torch hides what the system said
-                raise OSError(None, str(error).partition("\n")[0]) from error
+            with partial.open("xb") as out:
+                KINDS[kind].write(out, entries, label)
+            size = partial.stat().st_size
+        _check_free(path, overwrite=overwrite)
+        with _told(path):
+            partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

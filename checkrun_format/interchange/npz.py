@@ -73,7 +73,7 @@ def _start(path: Path, member: zipfile.ZipInfo) -> int:
     with path.open("rb") as file:
         file.seek(member.header_offset)
         lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return member.header_offset + _LOCAL_HEADER.size + sum(lengths)
+    return int(member.header_offset + _LOCAL_HEADER.size + sum(lengths))
 
 
 def _mapped(path: Path, start: int, name: str) -> Array:
@@ -89,7 +89,7 @@ def _mapped(path: Path, start: int, name: str) -> Array:
             raise InvalidInputError(f"member {name!r} is no array: {error}") from error
         offset = file.tell()
     if dtype.hasobject:
-        raise InvalidInputError(f"tensor {name.removesuffix(_SUFFIX)!r} holds Python objects, which are never unpickled")
+        raise InvalidInputError(f"tensor {name.removesuffix(_SUFFIX)!r} holds Python objects: never unpickled")
     if 0 in shape:
         return np.zeros(shape, dtype)
     try:
@@ -115,8 +115,8 @@ def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
                 raise InvalidInputError(f"an npz file cannot hold an array of the name {entry.name!r}")
             with archive.open(entry.name + _SUFFIX, "w", force_zip64=True) as member:
                 npy.write_array_header_1_0(member, _header(entry))
-                for piece in entry.stored():
-                    member.write(piece.reshape(-1).view(np.uint8))
+                for buffer in entry.buffers():
+                    member.write(buffer)
 
 
 def _header(entry: Entry) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; what the package accepts."""
 
 
-def read(path: Path, stack: ExitStack) -> Contents:
+def read(path: Path, _stack: ExitStack) -> Contents:
     """The tensors of a file, mapped.
 
     The package checks the header; its numpy arrays lack float8, so the values are mapped here.
@@ -79,8 +79,7 @@ def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
         raise InvalidInputError(f"names and the trainer's state take {len(text)} bytes; a header has {_LONGEST_HEADER}")
     out.write(len(text).to_bytes(8, "little") + text)
     for entry in ordered:
-        for piece in entry.stored():
-            out.write(piece.reshape(-1).view(np.uint8))
+        out.writelines(entry.buffers())
 
 
 def _described(entry: Entry, offset: int) -> dict[str, Any]:

@@ -32,6 +32,8 @@ def joined(where: Mapping[str, str], shards: Mapping[str, Contents], index_bytes
     """The tensors of all files of an index as those of one, which they must be exactly."""
     arrays: dict[str, Array] = {}
     for name, contents in shards.items():
+        if contents.label is not None:
+            raise InvalidInputError(f"file {name!r} was written by `checkrun export`: import it by itself")
         expected = {tensor for tensor, holder in where.items() if holder == name}
         _check_names(name, expected, set(contents.arrays))
         arrays |= contents.arrays

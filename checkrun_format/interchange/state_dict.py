@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,13 +12,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from checkrun_format import dlpack, dtypes
-from checkrun_format.errors import InvalidInputError
+from checkrun_format.errors import InvalidInputError, StorageError
 from checkrun_format.interchange.contents import Contents, Entry
 
 _LABEL = "checkrun"
 
 
-def read(path: Path, stack: ExitStack) -> Contents:
+def read(path: Path, _stack: ExitStack) -> Contents:
     """The tensors of a file, mapped, by their names with dots between; what else it holds is `extra`.
 
     Only what `torch.load(weights_only=True)` admits is loaded: tensors and plain values, never other objects.
@@ -41,6 +42,8 @@ def read(path: Path, stack: ExitStack) -> Contents:
             raise InvalidInputError(f"the name {name!r} is there twice, once its parts are joined with dots")
         if isinstance(value, torch.Tensor):
             arrays[name] = dlpack.to_numpy(value, f"tensor {name!r}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            arrays[name] = np.array(value)  # JSON cannot carry it
         else:
             extra[name] = value
     label = (getattr(loaded, "_metadata", None) or {}).get(_LABEL)
@@ -80,8 +83,11 @@ def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
             start += piece.size
         tensor = torch.from_numpy(stored.reshape(entry.shape))
         state[entry.name] = tensor if entry.dtype in _SAME else tensor.view(getattr(torch, entry.dtype))
-    state._metadata = {_LABEL: label}  # type: ignore[attr-defined]  # where state dicts keep versions of modules
-    torch.save(state, out)
+    setattr(state, "_metadata", {_LABEL: label})  # noqa: B010  # where state dicts keep versions of modules
+    try:
+        torch.save(state, out)
+    except RuntimeError as error:  # it hides what the system said
+        raise StorageError(None, f"torch.save: {str(error).partition(chr(10))[0]}") from error
 
 
 _SAME = {name for name, stored in dtypes.STORED.items() if name == stored}
