@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 import tempfile
@@ -59,11 +60,11 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack:
             with archive.open(member) as data:
                 while data.read(PIECE_BYTES):
                     pass
-            return _mapped(path, _start(path, member), member.filename)
+            return _mapped(path, _start(path, member), member)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkrun-")))
         with archive.open(member) as data, (folder / "array.npy").open("wb") as copy:
             shutil.copyfileobj(data, copy, PIECE_BYTES)
-        return _mapped(folder / "array.npy", 0, member.filename)
+        return _mapped(folder / "array.npy", 0, member)
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
         raise InvalidInputError(f"member {member.filename!r} is damaged, or cannot be read: {error}") from error
 
@@ -76,7 +77,9 @@ def _start(path: Path, member: zipfile.ZipInfo) -> int:
     return int(member.header_offset + _LOCAL_HEADER.size + sum(lengths))
 
 
-def _mapped(path: Path, start: int, name: str) -> Array:
+def _mapped(path: Path, start: int, member: zipfile.ZipInfo) -> Array:
+    """The array whose `.npy` begins at `start`."""
+    name = member.filename
     with path.open("rb") as file:
         file.seek(start)
         try:
@@ -90,12 +93,12 @@ def _mapped(path: Path, start: int, name: str) -> Array:
         offset = file.tell()
     if dtype.hasobject:
         raise InvalidInputError(f"tensor {name.removesuffix(_SUFFIX)!r} holds Python objects: never unpickled")
+    size = offset - start + dtype.itemsize * math.prod(shape)
+    if size != member.file_size:
+        raise InvalidInputError(f"member {name!r} has {member.file_size} bytes where its header wants {size}")
     if 0 in shape:
         return np.zeros(shape, dtype)
-    try:
-        return np.asarray(np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C"))
-    except ValueError as error:
-        raise InvalidInputError(f"member {name!r} is truncated: {error}") from error
+    return np.asarray(np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C"))
 
 
 def _from_bits(name: str, array: Array, dtype: object) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,9 @@ def read(path: Path, _stack: ExitStack) -> Contents:
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is what a file cut short may give
+            raise
         reason = str(error).partition("\n")[0]
         raise InvalidInputError(
             f"not a state dict that torch.load(weights_only=True, mmap=True) reads, or a truncated one: {reason}"
