@@ -20,6 +20,7 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange.contents import Array, Contents
 from checkrun_format.manifest import Field
 from checkrun_format.rows import Ids, Selection, as_ids, as_slice
+from checkrun_format.state import Table, table_source
 
 MANY_ROWS: Final = 10_000
 """A tensor (rows, columns) of more rows is a table, if no pattern says what is one."""
@@ -212,10 +213,7 @@ def _labelled(name: str, label: TableLabel, arrays: dict[str, Array]) -> FileTab
     what = f"table {name!r}"
     fields = {f: _taken(arrays, tensor, f"{what}, field {f!r}") for f, tensor in label.fields.items()}
     keys = None if label.keys is None else _taken(arrays, label.keys, f"{what}, keys")
-    if not fields or any(array.ndim not in (1, 2) for array in fields.values()):
-        raise InvalidInputError(f"{what}: fields are tensors (rows, columns) or (rows,)")
-    if len({len(array) for array in fields.values()}) > 1:
-        raise InvalidInputError(f"{what}: its fields have different numbers of rows")
+    table_source(name, Table(fields, keys=keys))  # refuses what is no table
     return FileTable(name=name, fields=fields, keys=keys)
 
 

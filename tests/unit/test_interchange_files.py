@@ -309,8 +309,8 @@ class TestStateDict:
         refused(path, "the name 'a.b' is there twice")
         torch.save({"s": torch.ones(2, 2).to_sparse()}, path)
         refused(path, "tensor 's': a torch.sparse_coo tensor")
-        torch.save({"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, path)
-        refused(path, "tensor 'q': torch dtype qint8 cannot be stored")
+        torch.save({"q": torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, path)
+        refused(path, "tensor 'q': torch dtype float4_e2m1fn_x2 cannot be stored")
 
 
 class TestIndex:
