@@ -86,7 +86,10 @@ def _tell_plain(checkpoint: Checkpoint, file: str, done: Exported, *, as_json: b
         head = {"checkpoint": checkpoint.sequence, "file": file, "file_bytes": done.file_bytes}
         document.whole(head | told)
         return
-    held = ", ".join(f"{number:,} {what}" for what, number in told.items() if number) or "nothing but its label"
+    held = (
+        ", ".join(f"{number:,} {what[: -(number == 1) or None]}" for what, number in told.items() if number)
+        or "nothing but its label"
+    )
     Page().line(f"Checkpoint {checkpoint.sequence} in {file}: {held}; {done.file_bytes:,} bytes.")
 
 

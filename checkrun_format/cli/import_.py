@@ -106,9 +106,10 @@ def _show(page: Page, file: str, done: Imported) -> None:
     page.line((f"Checkpoint {commit.sequence}, {over}{step}.", "bold"))
     _show_tables(page, done)
     names = ", ".join(map(quoted, done.dropped))
-    page.line(f"{done.tensors:,} dense tensors{f'; dropped tables: {names}' if names else ''}.")
+    tensors = f"{done.tensors:,} dense tensor{'s' * (done.tensors != 1)}"
+    page.line(f"{tensors}{f'; dropped tables: {names}' if names else ''}.")
     stored = done.checkpoint.stored_bytes
-    page.line(f"{done.file_bytes:,} bytes in the file, {stored:,} stored: {done.file_bytes / stored:.1f} times fewer.")
+    page.line(f"{done.file_bytes:,} bytes in the file, {stored:,} stored ({done.file_bytes / stored:.1f} to 1).")
 
 
 def _show_tables(page: Page, done: Imported) -> None:

@@ -3,7 +3,8 @@
 At 8 bits: a byte for each code, then scale and bias as float32; at 4 and 2 bits: codes packed from the lowest bits of
 each byte on, as PCK-1 has them, then scale and bias as float16. Little endian. `embedding_bag_byte_unpack`,
 `embedding_bag_4bit_unpack` and `embedding_bag_2bit_unpack` of `torch.ops.quantized` read them; at 8 bits in one fused
-multiply-add, which gives the same bits as DEC-1 where a scale has at most 16 significant bits (DEC-4).
+multiply-add, which gives the same bits as DEC-1 where a scale has at most 16 significant bits (DEC-4). They give
+float32: what DEC-1 says, without the cast of DEC-2.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias
 from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import InvalidInputError, NotARunError, RunNotFoundError
+from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_plans, same_bits
 from checkrun_format.interchange.inventory import FileTable, Inventory
@@ -143,10 +144,18 @@ def import_file(
 
 def _known_tables(url: str | os.PathLike[str] | Store) -> list[str]:
     try:
-        latest = open_run(url).latest(None)
+        latest = _latest(open_run(url))
     except (RunNotFoundError, NotARunError):
         return []  # whether a run can be created there is seen when it is
     return [] if latest is None else latest.tables
+
+
+def _latest(run: Run) -> Checkpoint | None:
+    """The latest checkpoint; opening the run for saving warns of burnt numbers, once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BurntNumberWarning)
+        latest: Checkpoint | None = run.latest(None)
+    return latest
 
 
 def _check_bits(bits: Width, tables: Collection[FileTable]) -> None:
@@ -167,7 +176,7 @@ def _fits(table: FileTable) -> bool:
 
 
 def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_bytes: int, advance: Advance) -> Imported:
-    latest: Checkpoint | None = run.latest(None)
+    latest = _latest(run)
     continued = {name: _continued(latest, table, bits, advance) for name, table in found.tables.items()}
     dropped = [] if latest is None else [name for name in latest.tables if name not in found.tables]
     step = found.step if step is None else step

@@ -145,7 +145,7 @@ def take(contents: Contents, patterns: Sequence[str], known: Collection[str]) ->
         `*`, `?`: tensors (rows, columns) that match are tables. None given: those of more than 10,000 rows; in a file
         that has a label, what it says.
     known : names
-        Tables already: what has one of these names stays one, if it has two dimensions.
+        Tables already: what has one of these names stays one, if it has two dimensions and no label says otherwise.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def take(contents: Contents, patterns: Sequence[str], known: Collection[str]) ->
     rest = dict(contents.arrays)
     tables = {name: _labelled(name, table, rest) for name, table in label.tables.items()}
     blobs = {name: _taken(rest, tensor, f"blob {name!r}").tobytes() for name, tensor in label.blobs.items()}
-    is_table = _chooser(rest, patterns, {*known, *tables}, labelled=contents.label is not None)
+    is_table = _chooser(rest, patterns, known if contents.label is None else None, tables)
     chosen = [name for name, array in rest.items() if _is_matrix(array) and is_table(name, array)]
     for name in chosen:
         if name in tables:
@@ -177,17 +177,19 @@ def _check(name: str, array: Array) -> None:
 
 
 def _chooser(
-    arrays: Mapping[str, Array], patterns: Sequence[str], known: Collection[str], *, labelled: bool
+    arrays: Mapping[str, Array], patterns: Sequence[str], known: Collection[str] | None, labelled: Collection[str]
 ) -> Callable[[str, Array], bool]:
+    """Which tensors (rows, columns) are tables; `known` is None in a file that itself says which others are."""
     for pattern in patterns:
         matching = [name for name in arrays if _matches(name, pattern)]
-        if not any(_is_matrix(arrays[name]) for name in matching):
+        found = any(_is_matrix(arrays[name]) for name in matching) or any(_matches(name, pattern) for name in labelled)
+        if not found:
             raise InvalidInputError(_no_table(pattern, arrays, matching))
 
     def is_table(name: str, array: Array) -> bool:
-        if name in known or any(_matches(name, pattern) for pattern in patterns):
+        if any(_matches(name, pattern) for pattern in patterns):
             return True
-        return not patterns and not labelled and len(array) > MANY_ROWS
+        return known is not None and (name in known or (not patterns and len(array) > MANY_ROWS))
 
     return is_table
 

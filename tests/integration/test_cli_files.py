@@ -49,8 +49,8 @@ class TestImport:
         assert made.stdout.splitlines()[0] == "Checkpoint 1, a base, step 1,000."
         assert made.rows[1:3] == [["table", "rows", "changed", "bits"], ["emb", "20,000", "20,000", "4"]]
         assert made.stdout.splitlines()[3:] == [
-            "1 dense tensors.",
-            f"{size:,} bytes in the file, {stored:,} stored: {size / stored:.1f} times fewer.",
+            "1 dense tensor.",
+            f"{size:,} bytes in the file, {stored:,} stored ({size / stored:.1f} to 1).",
         ]
         again = checkrun("import", file, tmp_path / "run")
         assert again.stdout == f"Nothing changed: checkpoint 1 holds all that is in {file}.\n"
@@ -84,10 +84,10 @@ class TestImport:
 
     def test_tables_that_go_and_are_replaced(self, tmp_path: Path) -> None:
         for number, tensors in enumerate(({ODD: np.ones((3, 2)), "b": np.ones((3, 2))}, {"b": np.ones((3, 4))})):
-            np.savez(tmp_path / f"{number}.npz", **tensors)
-        first = checkrun("import", tmp_path / "0.npz", tmp_path / "run", "--table", "*")
+            save_file(tensors, tmp_path / f"{number}.safetensors")
+        first = checkrun("import", tmp_path / "0.safetensors", tmp_path / "run", "--table", "*")
         assert "\x1b" not in first.stdout
-        made = checkrun("import", tmp_path / "1.npz", tmp_path / "run", "--table", "*")
+        made = checkrun("import", tmp_path / "1.safetensors", tmp_path / "run", "--table", "*")
         assert made.rows[2] == ["b", "3", "3", "raw", "in the place of a table of other fields, columns or dtypes"]
         assert made.stdout.splitlines()[3] == f"0 dense tensors; dropped tables: {ODD!r}."
 
@@ -131,7 +131,7 @@ class TestExport:
             out = tmp_path / f"out.{suffix}"
             made = checkrun("export", run, out)
             size = out.stat().st_size
-            assert made.stdout == f"Checkpoint 1 in {out}: 1 tables, 1 tensors; {size:,} bytes.\n"
+            assert made.stdout == f"Checkpoint 1 in {out}: 1 table, 1 tensor; {size:,} bytes.\n"
             made = checkrun("export", f"{run}@1", out, "--force", "--json")
             assert made.document == {
                 "checkpoint": 1, "file": str(out), "file_bytes": size, "tables": 1, "tensors": 1, "blobs": 0,
@@ -208,7 +208,7 @@ class TestProcesses:
     def test_progress_on_a_terminal(self, file: Path, tmp_path: Path) -> None:
         shown = on_a_terminal("import", file, tmp_path / "run")
         assert "import" in shown
-        assert "1 dense tensors." in shown
+        assert "1 dense tensor." in shown
 
     @pytest.mark.parametrize("suffix", ["safetensors", "npz", "pt"])
     def test_no_space(self, run: Path, file: Path, tmp_path: Path, suffix: str) -> None:

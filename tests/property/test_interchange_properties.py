@@ -1,4 +1,4 @@
-"""A series of files in one run: every row is faithful to the newest file, and every row that reads otherwise is told."""
+"""A series of files in one run: every row is faithful to the newest file, every row that reads otherwise is told."""
 
 from __future__ import annotations
 

@@ -285,6 +285,14 @@ class TestWhatChanged:
         assert done.tables[0].changed == 1
         assert weight(done.checkpoint, "emb")[8].tolist() == values[8].astype(ml_dtypes.bfloat16).tolist()
 
+    def test_a_burnt_number_is_told_once(self, series: Series) -> None:
+        series.add({"emb": random(4)})
+        (series.url / "00000002").mkdir()
+        (series.url / "00000002" / "zarr.json").touch()
+        with pytest.warns(crf.BurntNumberWarning) as warned:
+            done = series.add({"emb": random(4) + 1})
+        assert (done.checkpoint.sequence, done.checkpoint.parent, len(warned)) == (3, 1, 1)
+
     def test_a_damaged_run_is_not_continued(self, series: Series) -> None:
         values = random(40)
         series.add({"emb": values}, bits=4)
@@ -395,6 +403,18 @@ class TestExport:
                 "__checkrun__", "blobs.nothing", "blobs.rng", "flat", "half", "hashed.keys", "hashed.n",
                 "hashed.weight", "one", "scalar", "signed", "signed.keys", "user.bias", "user.sum", "user.weight",
             ]  # fmt: skip
+
+    def test_what_the_file_says_is_a_table_or_not(self, tmp_path: Path) -> None:
+        run = crf.open_run(tmp_path / "a", mode="a", durable=False)
+        tensors = {"x": random(3), "y": random(3)}
+        checkpoint = run.save(crf.State(tables={"t": crf.Table({"weight": random(4)})}, tensors=tensors))
+        export_checkpoint(checkpoint, tmp_path / "x.npz")
+        save_file(tensors, tmp_path / "x.safetensors")
+        import_file(tmp_path / "x.safetensors", tmp_path / "b", tables=["x"], durable=False)
+        done = import_file(tmp_path / "x.npz", tmp_path / "b", tables=["t", "y"], durable=False)
+        assert (sorted(done.checkpoint.tables), done.checkpoint.tensors, done.dropped) == (["t", "y"], ["x"], ["x"])
+        done = import_file(tmp_path / "x.npz", tmp_path / "b", durable=False)
+        assert (done.checkpoint.tables, sorted(done.checkpoint.tensors)) == (["t"], ["x", "y"])
 
     def test_two_of_one_name(self, tmp_path: Path) -> None:
         run = crf.open_run(tmp_path / "run", mode="a", durable=False)
