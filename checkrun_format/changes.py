@@ -16,6 +16,7 @@ from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import fill, live_keys, stored_ids, tombstones
 from checkrun_format.rows import Ids, WantedIds, is_in_sorted
+from checkrun_format.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,5 +172,6 @@ def read_fields(layers: list[tuple[StoredCheckpoint, TableEntry]], wanted: Wante
         f.name: np.empty((len(wanted), f.columns) if f.columns else len(wanted), dtypes.logical(f.dtype))
         for f in layers[0][1].fields
     }
-    fill(layers, wanted, out, {f.name: (0, f.columns or 1) for f in layers[0][1].fields})
+    with Workers(layers[0][0].store.parallel) as workers:
+        fill(layers, wanted, out, {f.name: (0, f.columns or 1) for f in layers[0][1].fields}, workers)
     return out

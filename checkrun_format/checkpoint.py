@@ -18,6 +18,7 @@ from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, fill, live_keys
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
 from checkrun_format.state import ArrayLike, State, Table
+from checkrun_format.workers import Workers
 
 if TYPE_CHECKING:
     import zarr
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 class TableView:
     """One table at one checkpoint; reading resolves the chain for just the rows that are asked for."""
 
-    def __init__(self, history: History, stored: StoredCheckpoint, name: str) -> None:
+    def __init__(self, history: History, stored: StoredCheckpoint, name: str, workers: Workers | None = None) -> None:
         self._history = history
         self._stored = stored
         self._entry = stored.entry(name)
+        self._workers = workers
         self.name = name
 
     def __repr__(self) -> str:
@@ -92,7 +94,8 @@ class TableView:
         fields : names
             By default all.
         out : mapping of field name to array
-            Writable CPU arrays of the right shape and dtype to read into; then only these fields are read.
+            Writable CPU arrays of the right shape and dtype to read into; then only these fields are read. After an
+            error they may hold anything.
 
         Returns
         -------
@@ -155,8 +158,12 @@ class TableView:
     ) -> dict[str, npt.NDArray[Any]]:
         cut = {f.name: _columns(f, columns) for f in self._chosen(_names(names, out))}
         arrays = self._fresh(cut, len(wanted)) if out is None else self._targets(out, len(wanted), cut)
-        if len(wanted):
-            fill(self.layers(), wanted, arrays, cut)
+        layers = self.layers() if len(wanted) else []
+        if layers and self._workers is not None:
+            fill(layers, wanted, arrays, cut, self._workers)
+        elif layers:
+            with Workers(self._history.store.parallel) as workers:
+                fill(layers, wanted, arrays, cut, workers)
         return arrays
 
     def _chosen(self, names: Sequence[str] | None) -> list[Field]:
@@ -310,6 +317,7 @@ class Checkpoint:
         out : State
             Existing arrays to read into, of the right shapes and dtypes: tables that `out` has are read into its
             arrays (its fields only), and tensors that it has into its tensors. The rest is returned in new arrays.
+            After an error the arrays may hold anything.
 
         Returns
         -------
@@ -320,31 +328,34 @@ class Checkpoint:
             raise InvalidInputError(f"tables={tables!r}: give a list of names")
         names = self.tables if tables is None else list(tables)
         given = out or State()
-        return State(
-            tables={name: self._load_table(name, given.tables.get(name)) for name in names},
-            tensors={name: self._load_tensor(name, given.tensors.get(name)) for name in self.tensors},
-            extra=self.extra,
-            blobs={name: self.blob(name) for name in self.blobs},
-        )
+        with Workers(self._history.store.parallel) as workers:
+            return State(
+                tables={name: self._load_table(name, given.tables.get(name), workers) for name in names},
+                tensors={name: self._load_tensor(name, given.tensors.get(name), workers) for name in self.tensors},
+                extra=self.extra,
+                blobs={name: self.blob(name) for name in self.blobs},
+            )
 
-    def _load_table(self, name: str, into: Table | None) -> Table:
-        view = self.table(name)
+    def _load_table(self, name: str, into: Table | None, workers: Workers) -> Table:
+        view = TableView(self._history, self._stored, name, workers)
         keys = view.keys() if view.addressing == "keyed" else None
         if into is None:
             return Table(view.read(), keys=keys)
         view.read(out=into.fields)
         return Table(into.fields, keys=keys)
 
-    def _load_tensor(self, name: str, into: ArrayLike | None) -> ArrayLike:
-        values = self.tensor(name)
+    def _load_tensor(self, name: str, into: ArrayLike | None, workers: Workers) -> ArrayLike:
+        entry = self._stored.tensor_entry(name)
         if into is None:
+            values = np.empty(entry.shape, dtypes.logical(entry.dtype))
+            self._stored.read_tensor(entry, values, workers)
             return values
         target = dlpack.to_writable(into, f"out tensor {name!r}")
-        if target.shape != values.shape or target.dtype != values.dtype:
+        if target.shape != tuple(entry.shape) or dtypes.name_of(target.dtype) != entry.dtype:
             raise InvalidInputError(
-                f"out tensor {name!r}: {target.dtype} {target.shape} where {values.dtype} {values.shape} is read"
+                f"out tensor {name!r}: {target.dtype} {target.shape} where {entry.dtype} {tuple(entry.shape)} is read"
             )
-        target[...] = values
+        self._stored.read_tensor(entry, target, workers)
         return into
 
     def changes_since(self, other: int | Checkpoint, *, max_bytes: int = 64 << 20) -> Iterator[Changes]:

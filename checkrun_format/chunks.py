@@ -7,9 +7,11 @@ chunks go from the array to the file, and back, without a codec pipeline. Any Za
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from io import BytesIO, RawIOBase
 from typing import Any
 
 import google_crc32c
@@ -23,29 +25,37 @@ from checkrun_format.stores import Buffer, Store
 
 _CHECKSUM = 4
 
+_SLICE_BYTES = 1 << 20
+"""Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""
+
 
 def row_bytes(entry: ArrayEntry) -> int:
     """Bytes of one row of an array."""
     return dtypes.logical(entry.dtype).itemsize * math.prod(entry.shape[1:])
 
 
-def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> list[Buffer]:
+def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> Iterator[Buffer]:
     """The object of one chunk, as buffers to be written one after another.
 
     Parameters
     ----------
     values : array
         The chunk's rows, in the dtype that is stored; fewer than `chunk_rows` in the last chunk, which is filled up
-        with zeros (ZAR-4).
+        with zeros (ZAR-4). They are read while the buffers are taken.
     """
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
-    plain = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
+    payload = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
     padding = bytes((entry.chunk_rows - len(values)) * row_bytes(entry))
-    payload: Buffer = plain
     if entry.compression is not None:
-        payload, padding = compress(plain.tobytes() + padding, entry.compression, values.itemsize), b""
-    checksum = google_crc32c.extend(google_crc32c.value(payload), padding)
-    return [payload, padding, checksum.to_bytes(_CHECKSUM, "little")]
+        compressed = compress(payload.tobytes() + padding, entry.compression, values.itemsize)
+        payload, padding = np.frombuffer(compressed, np.uint8), b""
+    checksum = 0
+    for low in range(0, payload.size, _SLICE_BYTES):
+        piece = payload[low : low + _SLICE_BYTES]
+        checksum = google_crc32c.extend(checksum, piece)
+        yield piece
+    yield padding
+    yield google_crc32c.extend(checksum, padding).to_bytes(_CHECKSUM, "little")
 
 
 def required(store: Store, key: str) -> bytes:
@@ -59,13 +69,18 @@ def required(store: Store, key: str) -> bytes:
         It is missing (ZAR-4).
     """
     data = store.get(key)
-    if data is not None:
-        return data
+    if data is None:
+        raise missing(store, key)
+    return data
+
+
+def missing(store: Store, key: str) -> PrunedError | DamagedError:
+    """The error of an object that is not there; see `required`."""
     sequence = layout.parse_folder(key.partition("/")[0])
     marker = None if sequence is None else store.get(layout.commit_key(sequence))
     if sequence is not None and marker is not None and isinstance(parse_occupant(marker, sequence), Pruned):
-        raise PrunedError(f"checkpoint {sequence} was pruned")
-    raise DamagedError(key, "the object is missing")
+        return PrunedError(f"checkpoint {sequence} was pruned")
+    return DamagedError(key, "the object is missing")
 
 
 def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArray[Any]:
@@ -80,7 +95,7 @@ def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArra
     """
     payload = np.frombuffer(data, np.uint8)[:-_CHECKSUM]
     if len(data) < _CHECKSUM or google_crc32c.value(payload) != int.from_bytes(data[-_CHECKSUM:], "little"):
-        raise DamagedError(place, "its CRC-32C does not match: the object is truncated or altered")
+        raise _altered(place)
     if entry.compression is not None:
         payload = _decompress(payload, entry.compression, place)
     size = entry.chunk_rows * row_bytes(entry)
@@ -88,6 +103,10 @@ def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArra
         raise DamagedError(place, f"a chunk of {payload.size} bytes where {size} belong")
     rows = payload.view(dtypes.logical(entry.dtype).newbyteorder("<")).reshape(entry.chunk_rows, *entry.shape[1:])
     return rows[: entry.shape[0] - index * entry.chunk_rows]
+
+
+def _altered(place: str) -> DamagedError:
+    return DamagedError(place, "its CRC-32C does not match: the object is truncated or altered")
 
 
 def compress(payload: bytes, compression: str, itemsize: int) -> bytes:
@@ -154,12 +173,62 @@ class ChunkReader:
                 self._kept.popitem(last=False)
         return values
 
+    def into(
+        self, array_key: str, entry: ArrayEntry, index: int, rows: slice, out: npt.NDArray[Any], *, shared: bool
+    ) -> None:
+        """Rows of chunk `index` into `out`: straight from the store, if it is all of them and no compression.
+
+        Errors as of `required` and `decode`; `out` may then hold anything.
+
+        Parameters
+        ----------
+        rows : slice
+            Within the chunk, and within the array.
+        out : array
+            In the dtype that is stored.
+        """
+        exist = min(entry.chunk_rows, entry.shape[0] - index * entry.chunk_rows)
+        direct = rows == slice(0, exist) and entry.compression is None and out.flags.c_contiguous
+        if direct and sys.byteorder == "little":
+            self._straight(f"{array_key}/{layout.chunk_name(index, len(entry.shape))}", entry, out)
+        else:
+            out[...] = self.chunk(array_key, entry, index, shared=shared)[rows]
+
+    def _straight(self, key: str, entry: ArrayEntry, out: npt.NDArray[Any]) -> None:
+        payload = out.reshape(-1).view(np.uint8)
+        rest = np.empty(entry.chunk_rows * row_bytes(entry) - payload.size + _CHECKSUM, np.uint8)
+        checksum = 0
+        with self._opened(key) as file:
+            for low in range(0, payload.size, _SLICE_BYTES):
+                piece = payload[low : low + _SLICE_BYTES]
+                _fill(file, piece, key)
+                checksum = google_crc32c.extend(checksum, piece)
+            _fill(file, rest, key)
+            checksum = google_crc32c.extend(checksum, rest[:-_CHECKSUM])
+            if checksum != int.from_bytes(rest[-_CHECKSUM:].tobytes(), "little") or file.read(1):
+                raise _altered(key)
+
+    def _opened(self, key: str) -> RawIOBase | BytesIO:
+        file = self._store.open(key)
+        if file is None:
+            raise missing(self._store, key)
+        return file
+
     def rows(self, array_key: str, entry: ArrayEntry, start: int, stop: int, *, shared: bool) -> npt.NDArray[Any]:
         """Rows start..stop-1 of an array, from as few chunks as hold them."""
         first, last = start // entry.chunk_rows, max(start, stop - 1) // entry.chunk_rows
         pieces = [self.chunk(array_key, entry, index, shared=shared) for index in range(first, last + 1)]
         rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return rows[start - first * entry.chunk_rows : stop - first * entry.chunk_rows]
+
+
+def _fill(file: RawIOBase | BytesIO, piece: npt.NDArray[np.uint8], place: str) -> None:
+    view = memoryview(piece)  # type: ignore[arg-type]
+    while view.nbytes:
+        count = file.readinto(view)
+        if not count:
+            raise _altered(place)
+        view = view[count:]
 
 
 def object_names(array: str, entry: ArrayEntry) -> list[str]:

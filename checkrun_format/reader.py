@@ -14,16 +14,26 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes, layout, packing, quantize, versions
 from checkrun_format import manifest as documents
-from checkrun_format.chunks import ChunkReader, required
+from checkrun_format.chunks import ChunkReader, required, row_bytes
 from checkrun_format.errors import (
     DamagedError,
     NotFoundError,
     TableNotFoundError,
     UnsupportedFeatureError,
 )
-from checkrun_format.manifest import ArrayEntry, BlockEntry, BlockField, Commit, Field, PartFile, TableEntry
+from checkrun_format.manifest import (
+    ArrayEntry,
+    BlockEntry,
+    BlockField,
+    Commit,
+    Field,
+    PartFile,
+    TableEntry,
+    TensorEntry,
+)
 from checkrun_format.rows import Ids, Mask, Selection
 from checkrun_format.stores import Store
+from checkrun_format.workers import Workers
 
 _SCATTER_BYTES = 4 << 20
 """Decoded bytes that wait at a time before they are scattered."""
@@ -176,27 +186,44 @@ class StoredCheckpoint:
                     cells += part.count * (f.columns or 1)
         return cells // width
 
-    def tensor(self, name: str) -> npt.NDArray[Any]:
-        """A dense tensor, as a new array."""
-        entry = next((t for t in self.manifest.tensors if t.name == name), None)
-        if entry is None:
+    @functools.cached_property
+    def _tensors(self) -> dict[str, TensorEntry]:
+        return {tensor.name: tensor for tensor in self.manifest.tensors}
+
+    def tensor_entry(self, name: str) -> TensorEntry:
+        """The entry of a dense tensor."""
+        if name not in self._tensors:
             raise NotFoundError(f"checkpoint {self.commit.sequence} has no tensor {name!r}")
+        entry = self._tensors[name]
         if entry.dtype not in dtypes.STORED:
             raise UnsupportedFeatureError(f"tensor {name!r}: unknown dtype {entry.dtype!r}")
-        size = int(np.prod(entry.shape, dtype=object))
-        out = np.empty(size, dtypes.STORED[entry.dtype])
-        if size:
-            self._read_dense(entry.writer, entry.dtype, entry.offset, out)
-        return dtypes.from_stored(out, entry.dtype).reshape(entry.shape)
+        return entry
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """A dense tensor, as a new array."""
+        entry = self.tensor_entry(name)
+        out = np.empty(entry.shape, dtypes.logical(entry.dtype))
+        with Workers(self.store.parallel) as workers:
+            self.read_tensor(entry, out, workers)
+        return out
+
+    def read_tensor(self, entry: TensorEntry, out: npt.NDArray[Any], workers: Workers) -> None:
+        """A dense tensor into an array of its shape and dtype, which is filled when `workers` is done."""
+        target = dtypes.as_stored(out)
+        if target is None or not target.flags.c_contiguous:
+            out[...] = self.tensor(entry.name)
+        elif target.size:
+            self._read_dense(entry.writer, entry.dtype, entry.offset, target.reshape(-1), workers)
 
     def blob(self, span: documents.Span | documents.BlobEntry) -> bytes:
         """The bytes of a blob."""
         out = np.empty(span.bytes, np.uint8)
         if span.bytes:
-            self._read_dense(span.writer, "blob", span.offset, out)
+            with Workers(self.store.parallel) as workers:
+                self._read_dense(span.writer, "blob", span.offset, out, workers)
         return out.tobytes()
 
-    def _read_dense(self, writer: int, array: str, offset: int, out: npt.NDArray[Any]) -> None:
+    def _read_dense(self, writer: int, array: str, offset: int, out: npt.NDArray[Any], workers: Workers) -> None:
         place = self.place(f"{layout.dense_group(writer)}/{array}")
         entry = self.part_file(writer).dense.get(array) if writer < len(self.manifest.writers) else None
         if entry is None or len(entry.shape) != 1 or offset + out.size > entry.shape[0]:
@@ -204,10 +231,12 @@ class StoredCheckpoint:
         if entry.dtype != out.dtype.name:
             raise DamagedError(place, f"dtype {entry.dtype} where {out.dtype.name} belongs")
         for index in range(offset // entry.chunk_rows, (offset + out.size - 1) // entry.chunk_rows + 1):
-            values = self._chunks.chunk(place, entry, index, shared=True)
             start = index * entry.chunk_rows
-            low, high = max(offset, start), min(offset + out.size, start + len(values))
-            out[low - offset : high - offset] = values[low - start : high - start]
+            low, high = max(offset, start), min(offset + out.size, start + entry.chunk_rows)
+            target = out[low - offset : high - offset]
+            rows = slice(low - start, high - start)
+            read = functools.partial(self._chunks.into, place, entry, index, rows, target, shared=True)
+            workers.run(target.nbytes, read)
 
     def extra(self) -> Any:
         """The trainer's state, as JSON values."""
@@ -297,6 +326,11 @@ class Block:
             raise DamagedError(self._group, f"its row-aligned arrays are cut at {sorted(cuts)} rows (BLK-2)")
         return cuts.pop()
 
+    def row_bytes(self, f: BlockField) -> int:
+        """Bytes of one stored row of a field."""
+        names = (f"{f.name}.{array}" for array in ("codes", "qparams", "values"))
+        return sum(row_bytes(self.entry.arrays[name]) for name in names if name in self.entry.arrays)
+
     def _chunk(self, name: str, dtype: str, row_shape: tuple[int, ...], index: int) -> npt.NDArray[Any]:
         entry = self.array(name, dtype, (self.entry.rows, *row_shape))
         return self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
@@ -367,12 +401,23 @@ class Block:
         if f.encoding == "affine":
             self._decode_affine(f, index, positions, out, dest)
         elif f.encoding == "raw":
-            row_shape = () if f.columns is None else (f.columns,)
-            values = self._chunk(f"{f.name}.values", self._stored(f), row_shape, index)
-            out[dest] = dtypes.from_stored(values, f.dtype or "")[positions].astype(out.dtype, copy=False)
+            self._decode_raw(f, index, positions, out, dest)
         else:
             raise UnsupportedFeatureError(f"{self._group}: unknown encoding {f.encoding!r} of field {f.name!r}")
         self._put_exact(f, field, index, positions, out, dest)
+
+    def _decode_raw(
+        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
+    ) -> None:
+        name, stored = f"{f.name}.values", self._stored(f)
+        entry = self.array(name, stored, (self.entry.rows, *(() if f.columns is None else (f.columns,))))
+        if isinstance(positions, slice) and isinstance(dest, slice) and f.dtype == dtypes.name_of(out.dtype):
+            target = dtypes.as_stored(out[dest])
+            if target is not None:
+                self._chunks.into(self.place(name), entry, index, positions, target, shared=self._shared)
+                return
+        values = self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
+        out[dest] = dtypes.from_stored(values, f.dtype or "")[positions].astype(out.dtype, copy=False)
 
     def _stored(self, f: BlockField) -> str:
         if f.dtype not in dtypes.STORED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from checkrun_format.rows import (
     keep,
     length,
 )
+from checkrun_format.workers import Workers
 
 Layers: TypeAlias = Sequence[tuple[StoredCheckpoint, TableEntry]]
 
@@ -253,9 +255,13 @@ def _union(arrays: Sequence[Ids]) -> Ids:
 
 
 def fill(
-    layers: Layers, wanted: Wanted, out: Mapping[str, npt.NDArray[Any]], columns: Mapping[str, tuple[int, int]]
+    layers: Layers,
+    wanted: Wanted,
+    out: Mapping[str, npt.NDArray[Any]],
+    columns: Mapping[str, tuple[int, int]],
+    workers: Workers,
 ) -> None:
-    """Read the wanted rows of some fields into arrays.
+    """Read the wanted rows of some fields into arrays, which are filled when `workers` is done.
 
     Parameters
     ----------
@@ -267,8 +273,10 @@ def fill(
     fields = {f.name: f for f in layers[0][1].fields if f.name in out}
     for piece in pieces(layers, wanted):
         for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):
-            if f.name in fields:
-                _fill_field(piece, f, fields[f.name], start, out[f.name], columns[f.name])
+            if f.name not in fields:
+                continue
+            task = functools.partial(_fill_field, piece, f, fields[f.name], start, out[f.name], columns[f.name])
+            workers.run(length(piece.positions) * piece.block.row_bytes(f), task)
 
 
 def _fill_field(

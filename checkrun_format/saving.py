@@ -140,23 +140,23 @@ class Saver:
     ) -> tuple[list[PartList], Content]:
         """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
         below, note = self._decide(prepared.parent)
-        writer = self._writer(claim)
         entries = []
-        for name, source in prepared.sources.items():
-            plan = plan_table(source, self.ledger.below(source, below))
-            as_before = self.ledger.as_before(name, prepared.plans[name])
-            if as_before is None and (name in self.ledger.lossy or _is_lossy(prepared.plans[name])):
-                plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
-            writer.put_part(_part_source(source, plan, as_before or prepared.plans[name]))
-            entries.append(_entry(source, plan))
-            stored[name] = _touched(source, plan)
-        for name, values in prepared.tensors.items():
-            writer.put_tensor(name, values)
-        for name, data in prepared.blobs.items():
-            writer.put_blob(name, data)
-        inline = len(prepared.extra) <= layout.MAX_INLINE_EXTRA
-        span = None if inline else writer.put_span(prepared.extra)
-        part_list = writer.finish()
+        with self._writer(claim) as writer:
+            for name, source in prepared.sources.items():
+                plan = plan_table(source, self.ledger.below(source, below))
+                as_before = self.ledger.as_before(name, prepared.plans[name])
+                if as_before is None and (name in self.ledger.lossy or _is_lossy(prepared.plans[name])):
+                    plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
+                writer.put_part(_part_source(source, plan, as_before or prepared.plans[name]))
+                entries.append(_entry(source, plan))
+                stored[name] = _touched(source, plan)
+            for name, values in prepared.tensors.items():
+                writer.put_tensor(name, values)
+            for name, data in prepared.blobs.items():
+                writer.put_blob(name, data)
+            inline = len(prepared.extra) <= layout.MAX_INLINE_EXTRA
+            span = None if inline else writer.put_span(prepared.extra)
+            part_list = writer.finish()
         statistics = merged_statistics([part_list])
         settled.update(self._settled(entries, prepared, statistics))
         return [part_list], Content(
@@ -272,19 +272,21 @@ class Saver:
         return committed
 
     def _write_copy(self, claim: Claim, chosen: Copy, rollback_to: int | None) -> tuple[list[PartList], Content]:
-        writer, target = self._writer(claim), chosen.target
+        target = chosen.target
         names = [entry.name for entry in target.manifest.tables]
-        if chosen.over:
-            entries = [_unchanged(target.entry(name)) for name in names]
-        else:
-            entries = [copy_table(self._history, target, name, writer) for name in names]
-        for tensor in target.manifest.tensors:
-            writer.put_tensor(tensor.name, target.tensor(tensor.name))
-        for blob in target.manifest.blobs:
-            writer.put_blob(blob.name, target.blob(blob))
-        span = target.manifest.extra_blob
-        copied_span = None if span is None else writer.put_span(target.blob(span))
-        return [writer.finish()], Content(
+        with self._writer(claim) as writer:
+            if chosen.over:
+                entries = [_unchanged(target.entry(name)) for name in names]
+            else:
+                entries = [copy_table(self._history, target, name, writer) for name in names]
+            for tensor in target.manifest.tensors:
+                writer.put_tensor(tensor.name, target.tensor(tensor.name))
+            for blob in target.manifest.blobs:
+                writer.put_blob(blob.name, target.blob(blob))
+            span = target.manifest.extra_blob
+            copied_span = None if span is None else writer.put_span(target.blob(span))
+            part_list = writer.finish()
+        return [part_list], Content(
             step=target.commit.step,
             tables=entries,
             policy=chosen.note,
@@ -524,6 +526,7 @@ def _part_source(source: TableSource, plan: TablePlan, plans: Sequence[Any]) -> 
         plans=plans,
         count=plan.count,
         fetch=fetch,
+        transient=source.transient,
         first_row=0 if plan.ids is None else -1,
         rows=plan.ids,
         recent=plan.recent,

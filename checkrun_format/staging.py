@@ -177,6 +177,7 @@ class StagedWriter:
                 deleted=_deleted(name, deleted, key_dtype),
             )
         )
+        self._writer.wait()
 
     def put_tensor(self, name: str, values: ArrayLike) -> None:
         """Store a dense tensor; names are unique over all writers."""
@@ -192,7 +193,8 @@ class StagedWriter:
         if self._finished:
             raise InvalidInputError(f"writer {self.rank} has finished")
         self._finished = True
-        part_list: dict[str, Any] = msgspec.to_builtins(self._writer.finish(list(self._tables.values())))
+        with self._writer:
+            part_list: dict[str, Any] = msgspec.to_builtins(self._writer.finish(list(self._tables.values())))
         return part_list
 
     def _describe(

@@ -144,7 +144,8 @@ class State:
     tables : mapping of text to Table
         Names are any text.
     tensors : mapping of text to array
-        Dense tensors, of any numeric dtype of numpy, bfloat16 or float8; stored losslessly in every checkpoint.
+        Dense tensors, of any dtype of numbers, truth values or times, bfloat16 and float8 included; stored losslessly
+        in every checkpoint.
     extra : JSON value
         Trainer and reader state. Tuples come back as lists.
     blobs : mapping of text to bytes
@@ -174,6 +175,8 @@ class TableSource:
     store_as: Mapping[str, str]
     fetch: Callable[[Selection], dict[str, npt.NDArray[Any]]]
     """Values of rows by position: in the order of row numbers, or of `keys`."""
+    transient: bool
+    """Whether they may change with the next call."""
 
     @property
     def addressing(self) -> str:
@@ -224,6 +227,7 @@ def table_source(name: object, table: object) -> TableSource:
         bits=table.bits,
         store_as=checked_store_as(text, table.store_as, fields),
         fetch=fetch,
+        transient=table.function is not None,
     )
 
 

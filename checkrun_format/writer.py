@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from checkrun_format.manifest import (
 )
 from checkrun_format.rows import Ids, Mask
 from checkrun_format.stores import Buffer, Store
+from checkrun_format.workers import Workers
 
 CHUNK_BYTES = 16 << 20
 """Default size of the largest chunk of a block."""
@@ -53,17 +55,24 @@ class PartList(Record, frozen=True, kw_only=True):
     statistics: dict[str, dict[str, dict[str, Any]]]
 
 
-@dataclass(slots=True)
 class Objects:
-    """The objects of one attempt, counted."""
+    """The objects of one attempt: stored by a few threads, counted. What `put` is given is read until `wait`."""
 
-    store: Store
-    prefix: str
-    stored_bytes: int = 0
+    def __init__(self, store: Store, prefix: str) -> None:
+        self.store = store
+        self.prefix = prefix
+        self.workers = Workers(store.parallel)
+        self._sizes: list[int] = []
 
-    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
-        """Store one object under the attempt."""
-        self.stored_bytes += self.store.put(f"{self.prefix}/{name}", buffers)
+    def put(self, name: str, buffers: Iterable[Buffer], held_bytes: int = 0) -> None:
+        """Store one object under the attempt, soon."""
+        key = f"{self.prefix}/{name}"
+        self.workers.submit(held_bytes, lambda: self._sizes.append(self.store.put(key, buffers)))
+
+    def wait(self) -> int:
+        """Return once everything is stored; how many bytes it is."""
+        self.workers.wait()
+        return sum(self._sizes)
 
     def put_array(self, name: str, entry: ArrayEntry) -> None:
         """Store an array's metadata."""
@@ -74,7 +83,7 @@ class Objects:
 
     def put_chunk(self, name: str, entry: ArrayEntry, index: int, values: npt.NDArray[Any]) -> None:
         """Store one chunk of an array."""
-        self.put(f"{name}/{layout.chunk_name(index, len(entry.shape))}", chunks.encode(values, entry))
+        self.put(f"{name}/{layout.chunk_name(index, len(entry.shape))}", chunks.encode(values, entry), values.nbytes)
 
     def put_whole(self, name: str, values: npt.NDArray[Any], chunk_bytes: int, compression: str | None) -> ArrayEntry:
         """Store an array that is in memory, cut on its own."""
@@ -155,14 +164,15 @@ def _block_field(f: FieldLayout) -> BlockField:
 class PartSource:
     """One part to be stored.
 
-    `first_row` or `rows` (ascending) says which rows; `fetch` gives their values; `recent` is one flag for all rows or
-    a mask; `deleted` are tombstones, ascending.
+    `first_row` or `rows` (ascending) says which rows; `fetch` gives their values, which change with the next call if
+    they are `transient`; `recent` is one flag for all rows or a mask; `deleted` are tombstones, ascending.
     """
 
     table: str
     plans: Sequence[FieldPlan]
     count: int
     fetch: Fetch
+    transient: bool = False
     first_row: int = -1
     rows: Ids | None = None
     recent: bool | Mask = True
@@ -197,8 +207,25 @@ class Writer:
         self._blobs: list[dict[str, Any]] = []
         self._statistics: dict[str, dict[str, dict[str, Any]]] = {}
 
+    def __enter__(self) -> Self:
+        self._objects.workers.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave when nothing of it is being stored any more."""
+        self._objects.workers.__exit__(kind, error, trace)
+
+    def wait(self) -> None:
+        """Return once no memory of a caller is read any more, tensors apart."""
+        self._objects.wait()
+
     def put_part(self, part: PartSource) -> None:
-        """Store one part; small ones wait in a pool until there is a chunk's worth, or `finish`."""
+        """Store one part; small ones wait in a pool until there is a chunk's worth, or `finish`.
+
+        The arrays that the part's `fetch` gives are read until `wait` or `finish`.
+        """
         if part.count == 0 and part.deleted.size == 0:
             return
         size = part.count * sum(plan.row_bytes for plan in part.plans)
@@ -275,11 +302,12 @@ class Writer:
         )
         data = pack_parts(document)
         self._objects.put(layout.part_file(self._number), [data])
+        stored_bytes = self._objects.wait()
         self._objects.store.sync(self._prefix)
         return PartList(
             file=digest_of(data),
             document=document,
-            stored_bytes=self._objects.stored_bytes,
+            stored_bytes=stored_bytes,
             tensors=self._tensors,
             blobs=self._blobs,
             tables=list(tables),
@@ -375,7 +403,16 @@ def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> I
     for start in range(low, high, step):
         stop = min(start + step, high)
         rows = None if part.rows is None else part.rows[start:stop]
-        yield encoder.encode(part.fetch(start, stop), rows)
+        yield encoder.encode(_fetched(part, start, stop), rows)
+
+
+def _fetched(part: PartSource, low: int, high: int) -> dict[str, npt.NDArray[Any]]:
+    """Values of some rows that stay as they are until they are stored."""
+    values = part.fetch(low, high)
+    if part.transient:
+        as_given = [plan.name for plan in part.plans if not plan.lossy]
+        values = values | {name: np.array(values[name]) for name in as_given}
+    return values
 
 
 def _recent_bits(members: Sequence[Member]) -> Mask | None:

@@ -24,8 +24,17 @@ def plain(values: npt.NDArray[Any]) -> Any:
         return values.tolist()
     if values.dtype.kind == "c":
         return plain(np.stack([values.real, values.imag], axis=-1))
+    if values.dtype.kind in "mM":
+        return _times(values)
     wide = values.astype(np.float64)
     return wide.tolist() if np.isfinite(wide).all() else document.finite(wide.tolist())
+
+
+def _times(values: npt.NDArray[Any]) -> Any:
+    """Times as ISO 8601, spans as counts of their unit, null for what is no time."""
+    told = (np.datetime_as_string(values) if values.dtype.kind == "M" else values.astype(np.int64)).astype(object)
+    told[np.isnat(values)] = None
+    return told.tolist()
 
 
 def objects(key: str, ids: Sequence[int], arrays: Arrays) -> Iterator[dict[str, Any]]:

@@ -116,13 +116,13 @@ class FileTable:
         return self._order[0]
 
     def fetch(self, ids: Selection) -> dict[str, Array]:
-        """The rows of some ascending numbers, or keys."""
+        """The rows of some ascending numbers, or keys; aligned, which arrays in a file need not be."""
         if self.keys is not None:
             assert not isinstance(ids, slice)
             keys, order = self._sorted()
             ids = order[np.searchsorted(keys, ids)]
         at = as_slice(ids)
-        return {name: array[at] for name, array in self.fields.items()}
+        return {name: np.require(array[at], requirements="A") for name, array in self.fields.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,5 +123,5 @@ def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
 
 
 def _header(entry: Entry) -> dict[str, Any]:
-    dtype = np.dtype(dtypes.STORED[entry.dtype] if entry.dtype in _BITS else entry.dtype).newbyteorder("<")
-    return {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": entry.shape}
+    dtype = dtypes.logical(dtypes.STORED[entry.dtype] if entry.dtype in _BITS else entry.dtype)
+    return {"descr": npy.dtype_to_descr(dtype.newbyteorder("<")), "fortran_order": False, "shape": entry.shape}

@@ -77,18 +77,17 @@ def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
 
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     for entry in entries:
+        dtype = getattr(torch, entry.dtype, None)
+        if dtype is None:
+            raise InvalidInputError(f"tensor {entry.name!r}: a state dict cannot hold {entry.dtype}; npz can")
         stored = np.empty(entry.shape, dtypes.STORED[entry.dtype]).reshape(-1)
         start = 0
         for piece in entry.stored():
             stored[start : start + piece.size] = piece.reshape(-1)
             start += piece.size
-        tensor = torch.from_numpy(stored.reshape(entry.shape))
-        state[entry.name] = tensor if entry.dtype in _SAME else tensor.view(getattr(torch, entry.dtype))
+        state[entry.name] = torch.from_numpy(stored.reshape(entry.shape)).view(dtype)
     setattr(state, "_metadata", {_LABEL: label})  # noqa: B010  # where state dicts keep versions of modules
     try:
         torch.save(state, out)
     except RuntimeError as error:  # it hides what the system said
         raise StorageError(None, f"torch.save: {str(error).partition(chr(10))[0]}") from error
-
-
-_SAME = {name for name, stored in dtypes.STORED.items() if name == stored}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
+from io import BytesIO, RawIOBase
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,13 +26,20 @@ class Store(ABC):
 
     url: str
     """Where it is, for messages."""
+    parallel: int = 1
+    """How many calls at a time it gains from."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
         """The object, None if there is none."""
 
+    def open(self, key: str) -> RawIOBase | BytesIO | None:
+        """The object as a file to be read from its beginning to its end, None if there is none."""
+        data = self.get(key)
+        return None if data is None else BytesIO(data)
+
     @abstractmethod
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         """Store a new object, the buffers one after another; return its size. Never overwrites."""
 
     @abstractmethod
@@ -62,7 +70,7 @@ class Store(ABC):
 
     @abstractmethod
     def sync(self, prefix: str) -> None:
-        """Return once every object below a prefix, and the way to it, survives a crash of the machine."""
+        """Return once every object that was put below a prefix, and the way to it, survives a crash of the machine."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(f"{type(self).__name__} cannot be pickled: open the run in each process")

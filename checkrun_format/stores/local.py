@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from checkrun_format.errors import NotARunError, StorageError
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
-_MAX_BUFFERS = 512
+_PARALLEL = 4
+"""Two threads write into the page cache twice as fast as one; syncs of several files share the disk's time."""
 
 
 class LocalStore(Store):
@@ -31,6 +35,9 @@ class LocalStore(Store):
         self.root = os.path.abspath(os.path.expanduser(os.fspath(path)))
         self.url = self.root
         self.durable = durable
+        self.parallel = _PARALLEL
+        self._unsynced: set[str] = set()
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
@@ -46,11 +53,21 @@ class LocalStore(Store):
             except (*_MISSING, IsADirectoryError):
                 return None
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def open(self, key: str) -> io.RawIOBase | None:
+        with _storage_errors(self._path(key)):
+            try:
+                return _File(self._path(key))
+            except (*_MISSING, IsADirectoryError):
+                return None
+
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         path = self._path(key)
         with _storage_errors(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            return _write_new(path, buffers)
+            size = _write_new(path, buffers, durable=self.durable)
+        with self._lock:
+            self._unsynced.add(os.path.dirname(path))
+        return size
 
     def create(self, key: str, data: bytes) -> None:
         path = self._path(key)
@@ -103,17 +120,20 @@ class LocalStore(Store):
         return found
 
     def sync(self, prefix: str) -> None:
-        if not self.durable:
-            return
-        with _storage_errors(self._path(prefix)):
-            for folder, _, names in os.walk(self._path(prefix), topdown=False, onerror=_raise):
-                for name in sorted(names):
-                    self._sync_file(os.path.join(folder, name))
-                self._sync_folder(folder)
-            above = os.path.dirname(self._path(prefix))
-            while len(above) >= len(self.root):
-                self._sync_folder(above)
-                above = os.path.dirname(above)
+        """See `Store.sync`. Files are synced as they are written; the folders that hold them follow here."""
+        path = self._path(prefix)
+        with self._lock:
+            waiting = {folder for folder in self._unsynced if folder == path or folder.startswith(path + os.sep)}
+            self._unsynced -= waiting
+        folders = {above for folder in waiting for above in _up_to(self.root, folder)}
+        try:
+            with _storage_errors(path):
+                for folder in sorted(folders, key=len, reverse=True):
+                    self._sync_folder(folder)
+        except BaseException:
+            with self._lock:
+                self._unsynced |= waiting
+            raise
 
     def _make_folder(self, folder: str) -> None:
         """Create a folder and those above it, each durable in its own parent."""
@@ -127,8 +147,7 @@ class LocalStore(Store):
     def _write_temporary(self, path: str, data: bytes) -> str:
         temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")
         try:
-            _write_new(temporary, [data])
-            self._sync_file(temporary)
+            _write_new(temporary, [data], durable=self.durable)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -148,18 +167,18 @@ class LocalStore(Store):
     def _create_exclusively(self, path: str, data: bytes) -> None:
         """What remains where the file system has no `link`: a crash in here burns the number (COM-2)."""
         try:
-            _write_new(path, [data])
+            _write_new(path, [data], durable=self.durable)
         except FileExistsError as error:
             raise AlreadyExistsError(path) from error
-        self._sync_file(path)
-
-    def _sync_file(self, path: str) -> None:
-        if self.durable:
-            _fsync(path, os.O_RDONLY)
 
     def _sync_folder(self, path: str) -> None:
-        if self.durable:
-            _fsync(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        if not self.durable:
+            return
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _remove_empty_folders(self, folder: str) -> None:
         while folder != self.root:
@@ -167,35 +186,42 @@ class LocalStore(Store):
                 os.rmdir(folder)
             except OSError:
                 return
+            with self._lock:
+                self._unsynced.discard(folder)
             folder = os.path.dirname(folder)
 
 
-def _write_new(path: str, buffers: Sequence[Buffer]) -> int:
+class _File(io.FileIO):
+    """A file that is read; its errors are ours."""
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        with _storage_errors(str(self.name)):
+            return super().readinto(buffer)
+
+
+def _up_to(root: str, folder: str) -> Iterator[str]:
+    """A folder and those above it, up to the root."""
+    while len(folder) >= len(root):
+        yield folder
+        folder = os.path.dirname(folder)
+
+
+def _write_new(path: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        return _write_all(descriptor, buffers)
+        size = sum(_write_all(descriptor, buffer) for buffer in buffers)
+        if durable:
+            os.fsync(descriptor)
+        return size
     finally:
         os.close(descriptor)
 
 
-def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> int:
-    waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]  # type: ignore[arg-type]
-    total = sum(view.nbytes for view in waiting)
-    while waiting:
-        written = os.writev(descriptor, waiting[:_MAX_BUFFERS])
-        while waiting and written >= waiting[0].nbytes:
-            written -= waiting.pop(0).nbytes
-        if written:
-            waiting[0] = waiting[0][written:]
-    return total
-
-
-def _fsync(path: str, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_all(descriptor: int, buffer: Buffer) -> int:
+    waiting = memoryview(buffer)  # type: ignore[arg-type]
+    while waiting.nbytes:
+        waiting = waiting[os.writev(descriptor, [waiting]) :]
+    return len(buffer)
 
 
 def _raise(error: OSError) -> None:

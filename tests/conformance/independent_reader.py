@@ -21,11 +21,13 @@ import zstandard
 Array = np.ndarray[Any, Any]
 NO_ROWS: Array = np.zeros(0, np.int64)
 VERSION, CONVENTION = "0.9", "d5df0d53-d446-49ad-a4cd-95a3e6d6a63f"
-DTYPES = """int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128
-bool:uint8 bfloat16:uint16 float8_e4m3fn:uint8 float8_e5m2:uint8 float8_e4m3fnuz:uint8 float8_e5m2fnuz:uint8
-float8_e8m0fnu:uint8"""  # logical:stored, where these differ
-STORED = {pair.split(":")[0]: pair.split(":")[-1] for pair in DTYPES.split()}
-LOGICAL = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in STORED}
+DTYPES = """int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 float8_e4m3fnuz:uint8 bool:uint8
+bfloat16:uint16 float8_e4m3fn:uint8 float8_e5m2:uint8 complex64 complex128 float8_e5m2fnuz:uint8 float8_e8m0fnu:uint8"""
+UNITS = {"year": "Y", "month": "M", "week": "W", "day": "D", "hour": "h", "minute": "m"}  # as in numpy:
+UNITS |= {unit: unit for unit in ("s", "ms", "us", "ns", "ps", "fs", "as")}
+TIMES = {f"{time}_{unit}": f"{time}[{UNITS[unit]}]" for time in ("datetime64", "timedelta64") for unit in UNITS}
+STORED = {pair.split(":")[0]: pair.split(":")[-1] for pair in DTYPES.split()} | dict.fromkeys(TIMES, "int64")
+LOGICAL = {name: np.dtype(TIMES.get(name) or getattr(ml_dtypes, name, name)) for name in STORED}
 KINDS = (("dense", None), ("keyed", "int64"), ("keyed", "uint64"))  # addressing and key_dtype of a table
 GROUP = {"zarr_format": 3, "node_type": "group"}
 TEXT, INTEGER, NUMBER = r'"([^"\\]|\\.)*"', r"\d{1,19}", r"null|[1-9]\d*"  # as JSON, like all values of a commit (5.2):

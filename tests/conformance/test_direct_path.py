@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,9 @@ from zarr.buffer import cpu
 from zarr.storage import MemoryStore
 
 from checkrun_format import chunks, dtypes, layout
+from checkrun_format.errors import DamagedError
 from checkrun_format.manifest import ArrayEntry
+from tests.property import strategies
 from tests.property.strategies import Array, same_bits
 
 STORED = sorted(set(dtypes.STORED.values()))
@@ -69,6 +72,18 @@ def read_by_us(objects: dict[str, bytes], entry: ArrayEntry) -> Array:
     return np.concatenate([chunks.decode(objects[name], entry, i, name) for i, name in enumerate(names)])
 
 
+def read_straight(objects: dict[str, bytes], entry: ArrayEntry, *, columns_first: bool = False) -> Array:
+    """All rows into one array that was there before: straight from the objects where that is possible."""
+    store = strategies.MemoryStore()
+    store.objects = {f"x/{name}": data for name, data in objects.items()}
+    reader = chunks.ChunkReader(store)
+    out = np.full(entry.shape, 7, entry.dtype, order="F" if columns_first else "C")
+    for index in range(layout.chunk_count(entry.shape[0], entry.chunk_rows)):
+        target = out[index * entry.chunk_rows : (index + 1) * entry.chunk_rows]
+        reader.into("x", entry, index, slice(0, len(target)), target, shared=False)
+    return out
+
+
 class TestSameDocumentSameChunks:
     """ZAR-2, ZAR-3, ZAR-4: the direct path and a codec pipeline are two ways to one format."""
 
@@ -85,13 +100,31 @@ class TestSameDocumentSameChunks:
     @given(arrays())
     def test_theirs_read_by_us(self, given_array: tuple[Array, ArrayEntry]) -> None:
         values, entry = given_array
-        assert same_bits(read_by_us(written_by_zarr(values, entry), entry), values)
+        theirs = written_by_zarr(values, entry)
+        assert same_bits(read_by_us(theirs, entry), values)
+        assert same_bits(read_straight(theirs, entry), values)
+        assert same_bits(read_straight(theirs, entry, columns_first=True), values)
 
     @given(arrays())
     def test_ours_read_by_them(self, given_array: tuple[Array, ArrayEntry]) -> None:
         values, entry = given_array
         array, _ = opened(written_by_us(values, entry), entry)
         assert same_bits(np.asarray(array[...]), values)
+
+
+@given(arrays(), st.data())
+def test_an_altered_chunk_is_an_error_on_every_way(given_array: tuple[Array, ArrayEntry], data: st.DataObject) -> None:
+    """ZAR-3, ZAR-4: flipped, cut, made longer or missing."""
+    values, entry = given_array
+    objects = written_by_us(values, entry)
+    name = data.draw(st.sampled_from(sorted(objects)))
+    place = data.draw(st.integers(0, len(objects[name]) - 1))
+    flipped = objects[name][:place] + bytes([objects[name][place] ^ 4]) + objects[name][place + 1 :]
+    for altered in (flipped, objects[name][:place], objects[name] + b"x", None):
+        broken = {key: altered if key == name else value for key, value in objects.items()}
+        left = {key: value for key, value in broken.items() if value is not None}
+        with pytest.raises(DamagedError, match=rf"x/{name}"):
+            read_straight(left, entry)
 
 
 @given(arrays())

@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,7 +126,7 @@ class MemoryStore(Store):
     def get(self, key: str) -> bytes | None:
         return self.objects.get(key)
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         assert key not in self.objects
         self.objects[key] = b"".join(bytes(buffer) for buffer in buffers)
         return len(self.objects[key])
@@ -175,7 +175,7 @@ class FaultStore(Store):
         found: bytes | None = self._call("get", key)
         return found
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         return int(self._call("put", key, buffers))
 
     def create(self, key: str, data: bytes) -> None:
@@ -384,7 +384,7 @@ def kill_at(call: int, store: LocalStore, *, halfway: bool) -> Fault:
     return fault
 
 
-def halved(buffers: Sequence[Buffer]) -> bytes:
+def halved(buffers: Iterable[Buffer]) -> bytes:
     data = b"".join(bytes(buffer) for buffer in buffers)
     return data[: len(data) // 2]
 

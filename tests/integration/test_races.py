@@ -9,7 +9,7 @@ import os
 import shutil
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +117,7 @@ class InterceptedStore(LocalStore):
     def really_create(self, key: str, data: bytes) -> None:
         super().create(key, data)
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         return super().put(key, buffers)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class MemoryStore(Store):
     def get(self, key: str) -> bytes | None:
         return self.objects.get(key)
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         if key in self.objects:
             raise StorageError(errno.EEXIST, f"{key} is there already")
         self.objects[key] = b"".join(bytes(buffer) for buffer in buffers)
@@ -67,6 +68,14 @@ class MemoryStore(Store):
         for key, data in self.objects.items():
             (folder / key).parent.mkdir(parents=True, exist_ok=True)
             (folder / key).write_bytes(data)
+
+
+class SlowStore(MemoryStore):
+    """Takes an object's bytes a while after it was given them."""
+
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
+        time.sleep(0.003)
+        return super().put(key, buffers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,7 @@ class FaultyStore(MemoryStore):
         )
         return data
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         size: int = self._failing(lambda: super(FaultyStore, self).put(key, buffers))
         return size
 

@@ -150,7 +150,7 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
         "'user', field 'sum': dtype object cannot be stored",
     ),
     "text": (lambda: user(total=list("abcdef")), "'user', field 'sum': dtype <U1"),
-    "dates": (lambda: user(total=SUM.astype("M8[s]")), "'user', field 'sum': dtype datetime64"),
+    "dates": (lambda: user(total=SUM.astype("M8[25s]")), "'user', field 'sum': dtype datetime64"),
     "records": (lambda: user(total=np.zeros(6, "f4,i4")), "'user', field 'sum': dtype"),
     "long double": (
         lambda: user(total=SUM.astype("longdouble")),

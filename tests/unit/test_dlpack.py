@@ -46,7 +46,8 @@ class Exchange:
 
 class TestTorch:
     def test_knows_every_logical_dtype(self) -> None:
-        assert set(TORCH) == set(dtypes.STORED)
+        times = {name for name in dtypes.STORED if name.startswith(("datetime64_", "timedelta64_"))}
+        assert len(times) == 26 and set(TORCH) == set(dtypes.STORED) - times
 
     @pytest.mark.parametrize("name", TORCH)
     def test_every_dtype_comes_as_a_view_of_the_same_bits(self, name: str) -> None:

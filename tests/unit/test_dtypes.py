@@ -34,7 +34,7 @@ class TestStorage:
     """TYP-1: a stored value has exactly the bits that the writer was given."""
 
     def test_the_list_is_that_of_the_format(self) -> None:
-        assert len(NAMES) == 20
+        assert len(NAMES) == 20 + 2 * 13
         changed = {name: stored for name, stored in dtypes.STORED.items() if name != stored}
         assert changed == {
             "bool": "uint8",
@@ -44,7 +44,26 @@ class TestStorage:
             "float8_e4m3fnuz": "uint8",
             "float8_e5m2fnuz": "uint8",
             "float8_e8m0fnu": "uint8",
+            **{name: "int64" for name in NAMES if name.startswith(("datetime64_", "timedelta64_"))},
         }
+
+    def test_names_become_folders_and_differ_in_more_than_case(self) -> None:
+        assert len({name.lower() for name in NAMES}) == len(NAMES)
+
+    @pytest.mark.parametrize(
+        ("unit", "code"),
+        [
+            *[("year", "Y"), ("month", "M"), ("week", "W"), ("day", "D"), ("hour", "h"), ("minute", "m")],
+            *[(unit, unit) for unit in ("s", "ms", "us", "ns", "ps", "fs", "as")],
+        ],
+    )
+    def test_times_of_every_unit(self, unit: str, code: str) -> None:
+        values = np.array([-1, 0, 1, 2**62, -(2**63)], f"M8[{code}]")
+        assert dtypes.name_of(values.dtype) == f"datetime64_{unit}"
+        assert dtypes.name_of(f"m8[{code}]") == f"timedelta64_{unit}"
+        assert dtypes.to_stored(values).tolist() == [-1, 0, 1, 2**62, -(2**63)]
+        back = dtypes.from_stored(dtypes.to_stored(values), f"datetime64_{unit}")
+        assert np.isnat(back).tolist() == [False] * 4 + [True] and back.dtype == f"M8[{code}]"
 
     @pytest.mark.parametrize("name", NAMES)
     def test_bits_survive(self, name: str) -> None:
@@ -100,6 +119,8 @@ class TestNames:
             (np.float32, "float32"),
             (ml_dtypes.bfloat16, "bfloat16"),
             (ml_dtypes.float8_e5m2, "float8_e5m2"),
+            (">M8[s]", "datetime64_s"),
+            ("m8[1us]", "timedelta64_us"),
         ],
     )
     def test_of_equal_dtypes(self, given: Any, name: str) -> None:
@@ -108,7 +129,7 @@ class TestNames:
     @pytest.mark.parametrize(
         "refused",
         [
-            *("O", "S3", "U4", "V8", "M8[s]", "m8[s]", "longdouble", "clongdouble", "bfloat17", "", None, 3),
+            *("O", "S3", "U4", "V8", "M8", "m8", "M8[25s]", "T", "longdouble", "clongdouble", "bfloat17", "", None, 3),
             *([("a", "f4")], np.dtype((np.float32, (2,))), ["f4"], {"a": 1}, ml_dtypes.int4, ml_dtypes.float8_e3m4),
             *(ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3b11fnuz, ml_dtypes.float4_e2m1fn, "torch.float32"),
         ],
@@ -116,6 +137,24 @@ class TestNames:
     )
     def test_of_others_there_are_none(self, refused: Any) -> None:
         with pytest.raises(InvalidInputError, match="dtype"):
+            dtypes.name_of(refused)
+
+    @pytest.mark.parametrize(
+        ("refused", "advice"),
+        [
+            ("O", "never pickled"),
+            ("S3", "a blob"),
+            ("U4", "`extra`"),
+            ("T", "`extra`"),
+            ([("a", "f4")], "each field"),
+            ("g", "give float64"),
+            ("G", "give complex128"),
+            ("M8[25s]", "without a multiple"),
+        ],
+        ids=str,
+    )
+    def test_the_error_tells_the_way_out(self, refused: Any, advice: str) -> None:
+        with pytest.raises(InvalidInputError, match=advice):
             dtypes.name_of(refused)
 
     def test_floating_ones_may_be_quantized(self) -> None:

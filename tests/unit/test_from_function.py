@@ -31,6 +31,7 @@ from checkrun_format.manifest import (
 )
 from checkrun_format.stores import LocalStore
 from checkrun_format.writer import Objects, PartList
+from tests.property.strategies import SlowStore
 
 Array = npt.NDArray[Any]
 Fetched = Mapping[str, Any]
@@ -131,6 +132,20 @@ class TestAsking:
         run.save(State(tables={"t": Table.from_function(source, rows=rows, fields={"weight": ("float32", 512)})}))
         assert [int(ids[0]) for ids in source.asked][1:] == [int(ids[-1]) + 1 for ids in source.asked][:-1]
         assert sum(map(len, source.asked)) == rows and max(map(len, source.asked)) * 2048 <= 16 << 20
+
+    def test_the_function_may_use_its_arrays_again(self) -> None:
+        """What it gave is stored, though it is stored later."""
+        run = crf.open_run(SlowStore(), "a", chunk_bytes=16 << 10)
+        buffer = np.empty(10_000, np.float32)
+
+        def fetch(ids: Array) -> Fetched:
+            buffer[: len(ids)] = ids
+            return {"sum": buffer[: len(ids)], "half": np.zeros(len(ids), np.float32)}
+
+        spec: Mapping[str, Any] = {"sum": ("float32", None), "half": ("float32", None)}
+        table = Table.from_function(fetch, rows=1_000_000, fields=spec, store_as={"half": "float16"})
+        made = run.save(State(tables={"t": table}))
+        assert np.array_equal(made.table("t").read()["sum"], np.arange(1_000_000, dtype=np.float32))
 
     def test_without_rows(self, run: Run) -> None:
         source = Source()
@@ -294,6 +309,7 @@ class TestBeyond32Bits:
             objects.put_array(f"block-0-0/{name}", arrays[name])
             chunk = np.broadcast_to(values, (cls.CHUNK_ROWS, *values.shape[1:]))
             objects.put_chunk(f"block-0-0/{name}", arrays[name], 0, chunk)
+            objects.wait()
             first = path / claim.prefix / "block-0-0" / name / layout.chunk_name(0, len(shape))
             for index in range(1, layout.chunk_count(cls.ROWS, cls.CHUNK_ROWS)):
                 link = path / claim.prefix / "block-0-0" / name / layout.chunk_name(index, len(shape))
@@ -316,7 +332,7 @@ class TestBeyond32Bits:
         part_list = PartList(
             file=digest_of(data),
             document=document,
-            stored_bytes=objects.stored_bytes,
+            stored_bytes=objects.wait(),
             tensors=[],
             blobs=[],
             tables=[],

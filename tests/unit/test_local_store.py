@@ -17,7 +17,7 @@ import pytest
 
 from checkrun_format.errors import CheckrunError, StorageError
 from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore
-from checkrun_format.stores.local import _ADVICE, _MAX_BUFFERS, _NO_LINK
+from checkrun_format.stores.local import _ADVICE, _NO_LINK
 
 Operation = Callable[[LocalStore], object]
 
@@ -62,7 +62,7 @@ def test_put_stores_the_buffers_one_after_another(store: LocalStore) -> None:
 
 
 def test_put_takes_more_buffers_than_one_call_of_the_system(store: LocalStore) -> None:
-    buffers = [bytes([number % 251]) * (number % 5) for number in range(3 * _MAX_BUFFERS + 1)]
+    buffers = [bytes([number % 251]) * (number % 5) for number in range(1500)]
     assert store.put("many", buffers) == len(b"".join(buffers))
     assert store.get("many") == b"".join(buffers)
 
@@ -390,7 +390,7 @@ def test_a_creation_that_could_not_be_made_durable_is_an_error(
     [
         (lambda store: store.folders(), "listdir"),
         (lambda store: store.list("00000001"), "scandir"),
-        (lambda store: store.sync("00000001"), "scandir"),
+        (lambda store: store.put("00000001/old", [b""]), "open"),
         (lambda store: store.sync("00000001"), "fsync"),
         (lambda store: store.delete("00000001/old"), "unlink"),
         (lambda store: store.put("00000001/new/a", [b""]), "mkdir"),
@@ -413,9 +413,52 @@ def test_every_operation_that_fails_raises_a_storage_error(
     assert files(store) == {"00000001/old": b"before"}
 
 
-def test_a_missing_prefix_cannot_be_synced(store: LocalStore) -> None:
-    with pytest.raises(StorageError, match="00000099"):
-        store.sync("00000099/attempt")
+def synced(store: LocalStore, prefix: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that a sync syncs, relative to the run."""
+    paths: list[str] = []
+    whole = os.open
+
+    def recorded(path: str, flags: int, mode: int = 0o777) -> int:
+        paths.append(os.path.relpath(path, store.root))
+        return whole(path, flags, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", recorded)
+        store.sync(prefix)
+    return paths
+
+
+def test_a_sync_is_of_the_folders_in_which_something_was_put(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("00000002/attempt/block/codes/c/0", [b"x"])
+    store.put("00000002/attempt/zarr.json", [b"x"])
+    store.put("00000003/other/zarr.json", [b"x"])
+    above = ["00000002/attempt", "00000002", "."]
+    assert synced(store, "00000002/att", monkeypatch) == []
+    assert synced(store, "00000002/attempt/block", monkeypatch) == [
+        "00000002/attempt/block/codes/c",
+        "00000002/attempt/block/codes",
+        "00000002/attempt/block",
+        *above,
+    ]
+    assert synced(store, "00000002/attempt", monkeypatch) == above
+    assert synced(store, "00000002/attempt", monkeypatch) == []
+
+
+def test_a_sync_that_failed_is_made_up_for(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("00000002/attempt/zarr.json", [b"x"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse(errno.EIO))
+        with pytest.raises(StorageError, match="00000002"):
+            store.sync("00000002/attempt")
+    assert synced(store, "00000002/attempt", monkeypatch) == ["00000002/attempt", "00000002", "."]
+
+
+def test_what_is_deleted_needs_no_sync(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("00000002/attempt/zarr.json", [b"x"])
+    store.delete("00000002/attempt/zarr.json")
+    assert synced(store, "00000002/attempt", monkeypatch) == []
 
 
 def test_a_path_that_is_too_long_is_named(store: LocalStore) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -155,7 +155,7 @@ class FaultyStore(LocalStore):
             raise StorageError(5, f"injected at write {self.writes}")
         return result
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         size: int = self._write(lambda: LocalStore.put(self, key, buffers))
         return size
 

@@ -22,7 +22,7 @@ from checkrun_format.errors import (
     InvalidInputError,
     StorageError,
 )
-from tests.property.strategies import Fields, Ids, MemoryStore, cuts, same_bits, same_fields, taken
+from tests.property.strategies import Fields, Ids, MemoryStore, SlowStore, cuts, same_bits, same_fields, taken
 
 ROOT = Path(__file__).parents[2]
 PartLists = list[dict[str, Any]]
@@ -676,7 +676,7 @@ class TestValuesMayChangeAfterPut:
         keys = {"sorted": whole[::2].copy(), "reversed": whole[::-2].copy(), "strided": whole[::2]}[order]
         fields, deleted, recent = table(4), np.array([7, 8]), np.array([True, False, True, True])
         wanted, wanted_keys = {name: values.copy() for name, values in fields.items()}, keys.copy()
-        run = new_run()
+        run = crf.open_run(SlowStore(), mode="a", chunk_bytes=64)
         with run.begin(writers=1) as save:
             writers = writers_of(save)
             writers[0].put("t", fields, keys=keys, deleted=deleted, recent=recent)
@@ -699,7 +699,7 @@ class TestValuesMayChangeAfterPut:
         fields, rows = table(), np.arange(12)
         tensor, blob = np.arange(5.0), bytearray(b"abc")
         wanted = run_of(fields, bits)
-        run = new_run(bits=bits)
+        run = crf.open_run(SlowStore(), mode="a", chunk_bytes=64, bits=bits)
         with run.begin(writers=1) as save:
             writers = writers_of(save)
             writers[0].put("t", fields, rows=rows, of=12, store_as={"sum": "float16"})

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class DeadlyStore(LocalStore):
         """The next save, of this number, is the one that the process does not survive."""
         self._armed = sequence
 
-    def put(self, key: str, buffers: Sequence[Buffer]) -> int:
+    def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         size = super().put(key, buffers)
         with self._lock:
             self._left -= self._armed is not None

@@ -1,0 +1,121 @@
+"""What the benchmarks share: fair measurements on a shared machine, and results as JSON and as tables."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import mmap
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call took."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+    """Resident memory at its highest, above the level just before the call."""
+
+
+def warm_memory(gib: float = 2.5) -> None:
+    """Touch free memory and give it back, so that the measured call does not pay for the host's page faults."""
+    size = int(gib * 2**30)
+    with mmap.mmap(-1, size) as memory:
+        for offset in range(0, size, mmap.PAGESIZE):
+            memory[offset] = 1
+
+
+def cost_of(call: Callable[[], object]) -> Cost:
+    """Call once and measure."""
+    _reset_peak()
+    before, cpu, start = _memory("VmRSS"), _cpu(), time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    return Cost(seconds, _cpu() - cpu, max(0.0, (_memory("VmHWM") - before) / 1024))
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _memory(what: str) -> int:
+    """A line of /proc/self/status, in KiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{what}:"):
+            return int(line.split()[1])
+    raise LookupError(what)
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """fsync, one file after another."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files, in order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def machine(packages: Sequence[str]) -> dict[str, Any]:
+    """Where and with what it was measured."""
+    return {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_name(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in packages},
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def medians(costs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each number the median, and of the seconds the extremes."""
+    told = {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
+    seconds = [cost["seconds"] for cost in costs]
+    return told | {"fastest": min(seconds), "slowest": max(seconds)}
+
+
+def as_record(cost: Cost) -> dict[str, float]:
+    """A cost as JSON values."""
+    return asdict(cost)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    lines = [list(titles), ["---", *["---:"] * (len(titles) - 1)], *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def keep(name: str, document: Mapping[str, Any], page: str) -> None:
+    """Keep raw results and their table under `results/`."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(page + "\n")

@@ -1,0 +1,114 @@
+"""A few threads that move bytes while the caller goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeAlias
+
+Task: TypeAlias = Callable[[], None]
+
+_BUDGET_BYTES = 64 << 20
+_SMALL_BYTES = 256 << 10
+
+
+class Workers:
+    """Runs tasks on a few threads, so many bytes of them at a time.
+
+    Tasks begin in the order in which they are submitted. After a failure no task begins any more; of several failures
+    the one of the earliest task is raised, by `submit`, `wait` or the end of the context. No task outlives the context.
+
+    Parameters
+    ----------
+    threads : int
+        How many tasks run at a time. They are started when there is work.
+    budget_bytes : int
+        How many bytes the tasks that wait or run may hold together; one task may hold more on its own.
+
+    Examples
+    --------
+    >>> squares = [0, 0, 0]
+    >>> with Workers(2) as workers:
+    ...     for i in range(3):
+    ...         workers.submit(8, lambda i=i: squares.__setitem__(i, i * i))
+    >>> squares
+    [0, 1, 4]
+    """
+
+    def __init__(self, threads: int, budget_bytes: int = _BUDGET_BYTES) -> None:
+        self._threads = threads
+        self._budget = budget_bytes
+        self._pool: ThreadPoolExecutor | None = None
+        self._changed = threading.Condition()
+        self._submitted = 0
+        self._unfinished = 0
+        self._held = 0
+        self._stopped = False
+        self._failures: dict[int, BaseException] = {}
+
+    def submit(self, held_bytes: int, task: Task) -> None:
+        """Have a task run soon; wait while the budget is used up.
+
+        Parameters
+        ----------
+        held_bytes : int
+            Bytes of memory that the task holds until it has run.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failures or not self._held or self._held + held_bytes <= self._budget)
+            if not self._failures:
+                number = self._submitted
+                self._submitted += 1
+                self._unfinished += 1
+                self._held += held_bytes
+        if self._failures:
+            self.wait()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="checkrun")
+        self._pool.submit(self._run, number, held_bytes, task)
+
+    def run(self, held_bytes: int, task: Task) -> None:
+        """Have a task run: here and now if it moves so few bytes that another thread is not worth its start."""
+        if held_bytes < _SMALL_BYTES:
+            task()
+        else:
+            self.submit(held_bytes, task)
+
+    def wait(self) -> None:
+        """Return once every task has run; raise what failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished)
+            if self._failures:
+                raise self._failures[min(self._failures)]
+
+    def _run(self, number: int, held_bytes: int, task: Task) -> None:
+        try:
+            if not self._stopped:
+                task()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
+            self._stopped = True
+            self._failures[number] = error
+        finally:
+            del task  # and what it holds
+            with self._changed:
+                self._unfinished -= 1
+                self._held -= held_bytes
+                self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stopped = True
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
