@@ -15,10 +15,7 @@ from checkrun_format.errors import InvalidInputError
 Array: TypeAlias = npt.NDArray[Any]
 
 PIECE_BYTES: Final = 16 << 20
-"""Bytes of rows that are compared at a time, about."""
-
-WRITTEN_BYTES: Final = 32 << 20
-"""Bytes of rows that are resolved and written at a time, about: not few, for each time whole chunks are read."""
+"""Bytes of rows that are compared, or resolved and written, at a time, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

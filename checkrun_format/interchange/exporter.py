@@ -14,7 +14,7 @@ from checkrun_format import dtypes
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import InvalidInputError, UnsupportedFeatureError
 from checkrun_format.interchange import kinds
-from checkrun_format.interchange.contents import WRITTEN_BYTES, Array, Entry
+from checkrun_format.interchange.contents import PIECE_BYTES, Array, Entry
 from checkrun_format.interchange.inventory import Label, TableLabel, label_table, to_text
 from checkrun_format.manifest import Field
 
@@ -137,4 +137,4 @@ def _field(view: TableView, f: Field, tensor: str) -> Entry:
 
 def rows_at_a_time(f: Field) -> int:
     """Rows of a field that are decoded and written at a time."""
-    return max(1, WRITTEN_BYTES // (dtypes.logical(f.dtype).itemsize * (f.columns or 1)))
+    return max(1, PIECE_BYTES // (dtypes.logical(f.dtype).itemsize * (f.columns or 1)))
