@@ -17,6 +17,7 @@ import checkrun_format as crf
 from checkrun_format.errors import CheckrunError, DamagedError, InvalidInputError, NotARunError, NotFoundError
 from checkrun_format.interchange import KINDS, RAW, Imported, export_checkpoint, import_file
 from checkrun_format.interchange.contents import Array
+from checkrun_format.quantize.minmax import minmax
 from checkrun_format.stores import open_store
 from checkrun_format.verify import verify_run
 
@@ -267,6 +268,26 @@ class TestWhatChanged:
         whole.continue_from(3)
         whole.save(crf.State(tables={"emb": crf.Table({"weight": values}, changed=[])}))
         assert series.changed(3) == {"emb": list(range(40))}
+
+    def test_values_that_were_read_back_may_encode_to_other_bits(
+        self, series: Series, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They have not changed; but when they are stored again, they are told as changed (LAY-7)."""
+
+        def wide(values: Any, low: Any, high: Any, *how: Any) -> Any:  # the first code and the last are not used
+            return minmax(values, low - 1, high + 1, *how)
+
+        with monkeypatch.context() as patched:
+            patched.setitem(crf.quantize.ENCODERS, "minmax", wide)
+            first = series.add({"emb": random(400)}, bits=4)
+        values = weight(first.checkpoint, "emb")
+        assert not series.add({"emb": values}).committed
+        values[20:] += 1  # so many that the policy takes a base next
+        assert series.add({"emb": values}).tables[0].changed == 380
+        values[399] += 1
+        done = series.add({"emb": values})
+        assert (done.checkpoint.parent, done.tables[0].changed) == (None, 1)
+        assert len(series.changed(2)["emb"]) == 400
 
     def test_an_encoder_that_is_unknown_here(self, series: Series, monkeypatch: pytest.MonkeyPatch) -> None:
         values = random(40)
