@@ -9,7 +9,7 @@ CODES = """
       0    fine
       1    something is damaged; what can be read is shown
            (verify: there is any problem but litter)
-      2    wrong usage, or a value that is refused
+      2    wrong usage, or a value or file that is refused
       3    not found: no such run, checkpoint, table, row, key or file; or it
            is pruned or burnt
       4    written in a format version, or with a feature, that this release
