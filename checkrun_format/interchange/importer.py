@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
-from checkrun_format.checkpoint import Checkpoint
+from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_plans, same_bits
@@ -177,8 +177,9 @@ def _fits(table: FileTable) -> bool:
 
 def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_bytes: int, advance: Advance) -> Imported:
     latest = _latest(run)
-    continued = {name: _continued(latest, table, bits, advance) for name, table in found.tables.items()}
-    dropped = [] if latest is None else [name for name in latest.tables if name not in found.tables]
+    before = {} if latest is None else {name: latest.table(name) for name in latest.tables}
+    continued = {name: _continued(before.get(name), table, bits, advance) for name, table in found.tables.items()}
+    dropped = [name for name in before if name not in found.tables]
     step = found.step if step is None else step
     told = [_told(table, continued[name]) for name, table in found.tables.items()]
     committed = latest is None or bool(dropped) or not _is_unchanged(latest, found, continued, step)
@@ -204,11 +205,11 @@ def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_byte
     )
 
 
-def _continued(latest: Checkpoint | None, table: FileTable, bits: Width, advance: Advance) -> _Continued:
+def _continued(before: TableView | None, table: FileTable, bits: Width, advance: Advance) -> _Continued:
     fresh = _fresh_plans(table, bits)
-    if latest is None or table.name not in latest.tables:
+    if before is None:
         return _Continued(changed=None, plans=fresh)
-    layers = latest.table(table.name).layers()
+    layers = before.layers()
     if not _is_same_kind(table, layers[0][1]):
         return _Continued(changed=ALL, plans=fresh, replaced=True)
     recorded = recorded_plans(layers, table)
