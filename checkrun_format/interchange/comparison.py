@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -129,16 +129,16 @@ def _compared(
 def _plan(stored: EncodedField, start: int, told: dict[str, object]) -> FieldPlan:
     """How a field of a part was encoded, by its arrays; the encoder's name is in the manifest."""
     of = stored.layout
-    return FieldPlan(
+    plan = FieldPlan(
         name=of.name,
         dtype=of.dtype,
         columns=of.columns,
         start=start,
         bits=of.bits,
-        encoder=str(told.get("name")) if of.bits is not None else "minmax",
         store_as=None if of.stored in (None, of.dtype) else of.stored,
         qparams=of.qparams,
     )
+    return plan if of.bits is None else replace(plan, encoder=str(told.get("name")))
 
 
 def _part_of(selection: Selection, low: int, high: int) -> Selection:

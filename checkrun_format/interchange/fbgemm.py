@@ -104,7 +104,8 @@ def export_fused(
 ) -> Fused:
     """Write the quantized tables of a checkpoint in the fused layout, each as a tensor uint8 (rows, fused width).
 
-    Where widths allow, codes and qparams are copied as they are stored; wider codes hold narrower ones exactly.
+    Where widths allow, codes and qparams are copied as they are stored; wider codes hold narrower ones exactly. The
+    file's label tells of each: {"fbgemm": {table: {"bits", "columns", "rows"}}}.
 
     Parameters
     ----------
