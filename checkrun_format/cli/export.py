@@ -14,7 +14,7 @@ from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Column, Page, Sheet
 from checkrun_format.cli.progress import progress
 from checkrun_format.cli.text import count, quoted
-from checkrun_format.interchange import KINDS, Exported, Fused, export_checkpoint, export_fused
+from checkrun_format.interchange import KINDS, Exported, Fused, Fusion, export_checkpoint, export_fused
 from checkrun_format.interchange.fbgemm import WIDTHS
 
 
@@ -95,8 +95,7 @@ def _tell_plain(checkpoint: Checkpoint, file: str, done: Exported, *, as_json: b
 
 def _tell_fused(checkpoint: Checkpoint, file: str, done: Fused, *, as_json: bool) -> None:
     if as_json:
-        names = ("bits", "columns", "rows", "copied", "encoded", "exact", "recoded", "lost")
-        tables = {name: {key: getattr(f, key) for key in names} for name, f in done.tables.items()}
+        tables = {name: _fused(f) for name, f in done.tables.items()}
         head = {"checkpoint": checkpoint.sequence, "file": file, "file_bytes": done.file_bytes}
         held = {"tensors": done.tensors, "tables": tables, "plain": done.plain, "left_out": done.left_out}
         document.whole(head | held)
@@ -114,5 +113,10 @@ def _tell_fused(checkpoint: Checkpoint, file: str, done: Fused, *, as_json: bool
     page.line(f"Checkpoint {checkpoint.sequence} in {file}: {done.file_bytes:,} bytes.")
 
 
-def _counts(fusion: Any) -> list[str]:
+def _fused(fusion: Fusion) -> dict[str, Any]:
+    counts = {key: getattr(fusion, key) for key in ("bits", "columns", "rows", "copied", "encoded")}
+    return counts | {key: getattr(fusion, key).tolist() for key in ("exact", "recoded", "lost")}
+
+
+def _counts(fusion: Fusion) -> list[str]:
     return [count(len(ids)) for ids in (fusion.exact, fusion.recoded, fusion.lost)]

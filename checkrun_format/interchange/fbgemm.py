@@ -9,11 +9,12 @@ float32: what DEC-1 says, without the cast of DEC-2.
 
 from __future__ import annotations
 
+import array
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,9 @@ from checkrun_format.rows import Ids, Mask, Selection, Wanted, WantedIds, Wanted
 
 WIDTHS: Final = (2, 4, 8)
 """Bits that the fused layout knows."""
+
+Numbers: TypeAlias = "array.array[int]"
+"""Row numbers or keys, eight bytes each: there may be as many as a table has rows."""
 
 _QPARAMS: Final = {2: "<f2", 4: "<f2", 8: "<f4"}
 
@@ -54,11 +58,11 @@ class Fusion:
         Rows whose codes and qparams are those that are stored.
     encoded : int
         Rows that are stored raw, encoded with plain min/max.
-    exact : list of int
+    exact : sequence of int
         Rows or keys that are stored exactly beside the codes: encoded with plain min/max.
-    recoded : list of int
+    recoded : sequence of int
         Rows or keys whose codes or qparams this layout lacks: their decoded values, encoded with plain min/max.
-    lost : list of int
+    lost : sequence of int
         Those of them whose values no scale and bias of this layout reach (NaN, infinities, beyond float16): all NaN.
     """
 
@@ -67,9 +71,9 @@ class Fusion:
     rows: int
     copied: int = 0
     encoded: int = 0
-    exact: list[int] = field(default_factory=list)
-    recoded: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
+    exact: Numbers
+    recoded: Numbers
+    lost: Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +140,7 @@ def export_fused(
             plain.append(name)
             entries += exporter.table_entries(view, names)
             continue
-        fusions[name] = Fusion(bits=width, columns=f.columns, rows=len(view))
+        fusions[name] = _fusion(view, f, width)
         entries.append(_entry(view, layers, f, fusions[name]))
         label[name] = {"bits": width, "columns": f.columns, "rows": len(view)}
         left_out += [f"{name}.{other.name}" for other in view.fields if other is not f]
@@ -172,6 +176,19 @@ def _fused_field(view: TableView) -> Field | None:
             f"table {view.name!r} has several fields, none of which is {WEIGHT!r}: none to be fused"
         )
     return found if found.columns is not None and found.dtype in dtypes.FLOATING else None
+
+
+def _fusion(view: TableView, f: Field, bits: int) -> Fusion:
+    assert f.columns is not None
+    code = "Q" if view.addressing == "keyed" and view.keys().dtype.kind == "u" else "q"
+    return Fusion(
+        bits=bits,
+        columns=f.columns,
+        rows=len(view),
+        exact=array.array(code),
+        recoded=array.array(code),
+        lost=array.array(code),
+    )
 
 
 def _entry(view: TableView, layers: Layers, f: Field, fusion: Fusion) -> Entry:
@@ -234,15 +251,16 @@ class _Rows:
     def _encode(self, rest: Ids) -> None:
         """Encode the rows that could not be copied, with plain min/max, and note them."""
         fusion, ids = self._fusion, self._wanted.ids()[rest]
-        shown = ids if self._view.addressing == "dense" else ids.view(self._view.keys().dtype)
+        shown = ids.view(fusion.exact.typecode)
         values = self._view.take(shown, fields=[self._field.name])[self._field.name]
-        codes, qparams = _plain_minmax(values.astype(np.float32), fusion.bits)
-        self._out[rest] = np.concatenate([packing.pack(codes, fusion.bits), _bytes_of(qparams)], axis=1)
+        for some in packing.row_pieces(*values.shape):
+            codes, qparams = _plain_minmax(values[some].astype(np.float32), fusion.bits)
+            self._out[rest[some]] = np.concatenate([packing.pack(codes, fusion.bits), _bytes_of(qparams)], axis=1)
+            fusion.lost.frombytes(shown[some][np.isnan(qparams[:, 0])].tobytes())
         exact, raw = self._exact[rest], self._raw[rest]
-        fusion.exact += shown[exact].tolist()
-        fusion.recoded += shown[~exact & ~raw].tolist()
+        fusion.exact.frombytes(shown[exact].tobytes())
+        fusion.recoded.frombytes(shown[~exact & ~raw].tobytes())
         fusion.encoded += int(np.count_nonzero(raw & ~exact))
-        fusion.lost += shown[np.isnan(qparams[:, 0])].tolist()
 
 
 def _placed(places: Selection) -> Ids:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import checkrun_format as crf
 from checkrun_format.errors import CheckrunError, DamagedError, InvalidInputError, NotARunError, NotFoundError
-from checkrun_format.interchange import KINDS, RAW, Imported, export_checkpoint, import_file
+from checkrun_format.interchange import KINDS, RAW, Imported, export_checkpoint, export_fused, import_file
 from checkrun_format.interchange.contents import Array
 from checkrun_format.quantize.minmax import minmax
 from checkrun_format.stores import open_store
@@ -501,6 +501,9 @@ def test_what_is_held_at_a_time_is_far_below_a_tables_size(bits: Any, big: Path)
             tracemalloc.reset_peak()
             export_checkpoint(done.checkpoint, folder / "out", kind=kind, overwrite=True)
             peaks[kind] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        export_fused(done.checkpoint, folder / "out.npz", bits=4)
+        peaks["fused"] = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
         shutil.rmtree(folder)
