@@ -154,12 +154,15 @@ def export_fused(
 
 def _narrowest(layers: Layers, view: TableView) -> int | None:
     """The narrowest width that holds the codes of a table; None if nothing in it is quantized."""
+    main = _name_of_main(view)
+    names = {f.name for f in view.fields}
+    names = {main} & names or names
     stored = {
         f.bits or 0
         for layer, entry in layers
         for part in layer.parts(entry.name)
         for f in layer.block(part).entry.fields
-        if f.encoding == "affine" and f.name == _name_of_main(view)
+        if f.encoding == "affine" and f.name in names
     }
     return next(width for width in WIDTHS if width >= max(stored)) if stored else None
 

@@ -180,7 +180,7 @@ def test_tables_of_other_shapes(tmp_path: Path) -> None:
     strange = crf.Table({"a": random(3, 2), "b": random(3, 2)}, bits={"a": 4})
     checkpoint = run.save(crf.State(tables={"t": strange}), dropped=list(tables))
     with pytest.raises(InvalidInputError, match="table 't' has several fields, none of which is 'weight'"):
-        export_fused(checkpoint, tmp_path / "y.npz", bits=4)
+        export_fused(checkpoint, tmp_path / "y.npz")
 
 
 def test_unsigned_keys_that_are_exact(tmp_path: Path) -> None:
