@@ -9,7 +9,7 @@ state = run.latest().load()
 """
 
 from checkrun_format import quantize
-from checkrun_format.changes import Changes
+from checkrun_format.changes import Changes, StoredField
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import (
     BurntError,
@@ -61,6 +61,7 @@ __all__ = [
     "StagedWriter",
     "State",
     "StorageError",
+    "StoredField",
     "Table",
     "TableNotFoundError",
     "TableView",

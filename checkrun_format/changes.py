@@ -10,13 +10,65 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes
+from checkrun_format import dtypes, quantize
+from checkrun_format.blocks import EncodedField
 from checkrun_format.chain import History
 from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import fill, live_keys, stored_ids, tombstones
+from checkrun_format.resolver import Layers, as_stored, fill, live_keys, pieces, stored_ids, tombstones
 from checkrun_format.rows import Ids, WantedIds, is_in_sorted
 from checkrun_format.workers import Workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredField:
+    """Rows of one field as they are stored: codes and qparams, or values; and the rows that are exact.
+
+    Attributes
+    ----------
+    dtype : str
+        Logical dtype of the field.
+    start : int
+        The first column that these rows have here; a table may be stored by columns (FORMAT.md LAY-1).
+    columns : int or None
+        How many columns; None for one value per row.
+    bits : int or None
+        Width of a code; None if the field is raw.
+    codes : uint8 array (n, packed width), or None
+        Packed (PCK-1).
+    qparams : float16 or float32 array (n, 2), or None
+        Scale and bias; NaN in rows that are exact.
+    values : array (n, columns) or (n,), or None
+        Of a raw field, in the dtype that it is stored in.
+    exact_index : int64 array (m,)
+        Which of the rows are exact, ascending.
+    exact_values : array (m, columns) or (m,)
+        Their values, in the field's dtype.
+    """
+
+    dtype: str
+    start: int
+    columns: int | None
+    bits: int | None
+    codes: npt.NDArray[np.uint8] | None
+    qparams: npt.NDArray[Any] | None
+    values: npt.NDArray[Any] | None
+    exact_index: Ids
+    exact_values: npt.NDArray[Any]
+
+    def decode(self) -> npt.NDArray[Any]:
+        """The values, (n, columns) or (n,), in the field's dtype."""
+        if self.values is not None:
+            out = self.values.astype(dtypes.logical(self.dtype))
+        else:
+            assert self.codes is not None
+            assert self.qparams is not None
+            assert self.bits is not None
+            assert self.columns is not None
+            out = np.empty((len(self.codes), self.columns), dtypes.logical(self.dtype))
+            quantize.decode_affine(self.codes, self.qparams, self.bits, self.columns, out)
+        out[self.exact_index] = self.exact_values
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +79,9 @@ class Changes:
     ----------
     table : str
     rows : int64 array (n,)
-        Row numbers, or keys, ascending; each row is in one batch only.
+        Row numbers, or keys, ascending; each row is in one batch only; if raw, in one for each part that holds it.
     fields : mapping
-        Field name to the newest values, (n, columns) or (n,).
+        Field name to the newest values, (n, columns) or (n,); if raw, to a `StoredField`.
     deleted : int64 array
         Keys that are gone. Apply them before `rows`. In the table's first batch only.
     table_rows : int or None
@@ -42,7 +94,7 @@ class Changes:
 
     table: str
     rows: Ids
-    fields: dict[str, npt.NDArray[Any]]
+    fields: dict[str, Any]
     deleted: Ids
     table_rows: int | None
     dropped: bool = False
@@ -60,7 +112,9 @@ class _Found:
     """Stored full on the way: its number of rows may have changed, even if no row did."""
 
 
-def changes(history: History, checkpoint: StoredCheckpoint, since: int, max_bytes: int) -> Iterator[Changes]:
+def changes(
+    history: History, checkpoint: StoredCheckpoint, since: int, max_bytes: int, *, raw: bool = False
+) -> Iterator[Changes]:
     """Batches of all that changed since checkpoint `since` (CHG-1, CHG-2).
 
     Raises
@@ -74,7 +128,7 @@ def changes(history: History, checkpoint: StoredCheckpoint, since: int, max_byte
     for name in walk.dropped:
         if checkpoint.has(name):
             walk.found.setdefault(name, _Found()).everything = True
-    return _batches(history, checkpoint, walk.found, walk.dropped, max_bytes)
+    return _batches(history, checkpoint, walk.found, walk.dropped, max_bytes, raw=raw)
 
 
 class _Walk:
@@ -120,38 +174,70 @@ class _Walk:
 
 
 def _batches(
-    history: History, checkpoint: StoredCheckpoint, found: dict[str, _Found], dropped: set[str], max_bytes: int
+    history: History,
+    checkpoint: StoredCheckpoint,
+    found: dict[str, _Found],
+    dropped: set[str],
+    max_bytes: int,
+    *,
+    raw: bool,
 ) -> Iterator[Changes]:
     nothing = np.zeros(0, np.int64)
     for name in sorted(dropped | {name for name in found if not checkpoint.has(name)}):
         yield Changes(table=name, rows=nothing, fields={}, deleted=nothing, table_rows=None, dropped=True)
     for name in sorted(found):
         if checkpoint.has(name):
-            yield from _table_batches(history, checkpoint, name, found[name], max_bytes)
+            layers = history.layers(checkpoint, name)
+            yield from _table_batches(layers, found[name], max_bytes, raw=raw)
 
 
-def _table_batches(
-    history: History, checkpoint: StoredCheckpoint, name: str, found: _Found, max_bytes: int
-) -> Iterator[Changes]:
-    layers = history.layers(checkpoint, name)
+def _table_batches(layers: Layers, found: _Found, max_bytes: int, *, raw: bool) -> Iterator[Changes]:
     entry = layers[0][1]
     live = live_keys(layers) if entry.addressing == "keyed" else None
     rows, deleted = _split(found, entry.rows, live)
+    if not rows.size and (deleted.size or found.everything or found.full):
+        yield _batch(entry, rows, {} if raw else read_fields(layers, WantedIds(rows)), deleted)
     width = sum(dtypes.logical(f.dtype).itemsize * (f.columns or 1) for f in entry.fields) + 8
     step = max(1, max_bytes // width)
-    for start in range(0, max(rows.size, 1), step):
-        some = rows[start : start + step]
-        if not some.size and not deleted.size and not found.everything and not found.full:
-            return
-        yield Changes(
-            table=name,
-            rows=some,
-            fields=read_fields(layers, WantedIds(some)),
-            deleted=deleted,
-            table_rows=entry.rows,
-            key_dtype=entry.key_dtype,
-        )
-        deleted = deleted[:0]
+    for start in range(0, rows.size, step):
+        for some, fields in (_stored if raw else _decoded)(layers, rows[start : start + step]):
+            yield _batch(entry, some, fields, deleted)
+            deleted = deleted[:0]
+
+
+def _batch(entry: TableEntry, rows: Ids, fields: dict[str, Any], deleted: Ids) -> Changes:
+    return Changes(
+        table=entry.name, rows=rows, fields=fields, deleted=deleted, table_rows=entry.rows, key_dtype=entry.key_dtype
+    )
+
+
+def _decoded(layers: Layers, rows: Ids) -> Iterator[tuple[Ids, dict[str, Any]]]:
+    yield rows, read_fields(layers, WantedIds(rows))
+
+
+def _stored(layers: Layers, rows: Ids) -> Iterator[tuple[Ids, dict[str, Any]]]:
+    """The rows piece by piece: each has been stored by one layer, in one part and one chunk."""
+    entries = {f.name: f for f in layers[0][1].fields}
+    for piece in pieces(layers, WantedIds(rows)):
+        fields = {}
+        for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):
+            fields[f.name] = _stored_field(as_stored(piece, f, entries[f.name]), start)
+        yield rows[piece.places], fields
+
+
+def _stored_field(encoded: EncodedField, start: int) -> StoredField:
+    layout, values = encoded.layout, encoded.arrays.get("values")
+    return StoredField(
+        dtype=layout.dtype,
+        start=start,
+        columns=layout.columns,
+        bits=layout.bits,
+        codes=encoded.arrays.get("codes"),
+        qparams=encoded.arrays.get("qparams"),
+        values=None if values is None else dtypes.from_stored(values, layout.stored or layout.dtype),
+        exact_index=encoded.exact_index,
+        exact_values=dtypes.from_stored(encoded.exact_values, layout.dtype),
+    )
 
 
 def _split(found: _Found, rows: int | None, live: Ids | None) -> tuple[Ids, Ids]:
@@ -166,7 +252,7 @@ def _split(found: _Found, rows: int | None, live: Ids | None) -> tuple[Ids, Ids]
     return touched[lives], touched[~lives]
 
 
-def read_fields(layers: list[tuple[StoredCheckpoint, TableEntry]], wanted: WantedIds) -> dict[str, npt.NDArray[Any]]:
+def read_fields(layers: Layers, wanted: WantedIds) -> dict[str, npt.NDArray[Any]]:
     """All fields of the wanted rows, in new arrays."""
     out = {
         f.name: np.empty((len(wanted), f.columns) if f.columns else len(wanted), dtypes.logical(f.dtype))

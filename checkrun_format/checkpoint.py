@@ -358,13 +358,17 @@ class Checkpoint:
         self._stored.read_tensor(entry, target, workers)
         return into
 
-    def changes_since(self, other: int | Checkpoint, *, max_bytes: int = 64 << 20) -> Iterator[Changes]:
+    def changes_since(
+        self, other: int | Checkpoint, *, raw: bool = False, max_bytes: int = 64 << 20
+    ) -> Iterator[Changes]:
         """Exactly the rows and tombstones that changed since an earlier checkpoint, in bounded batches.
 
         Parameters
         ----------
         other : number or Checkpoint
             An earlier checkpoint; it may itself be pruned by now.
+        raw : bool
+            Fields as `StoredField`: codes and qparams as they are stored, not decoded.
         max_bytes : int
             Decoded bytes of one batch, about; at least one row.
 
@@ -378,7 +382,7 @@ class Checkpoint:
             raise InvalidInputError(f"changes since {since!r}: give the number of a checkpoint up to {self.sequence}")
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int | np.integer) or max_bytes < 1:
             raise InvalidInputError(f"max_bytes {max_bytes!r}; at least 1")
-        return changes(self._history, self._stored, int(since), int(max_bytes))
+        return changes(self._history, self._stored, int(since), int(max_bytes), raw=raw)
 
     def zarr(self) -> zarr.Group:
         """The checkpoint's arrays as a read-only Zarr group, exactly as they are stored."""

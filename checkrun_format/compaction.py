@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkrun_format import dtypes
-from checkrun_format.blocks import EncodedField, EncodedRows, FieldLayout
+from checkrun_format.blocks import EncodedRows
 from checkrun_format.chain import History
-from checkrun_format.errors import UnsupportedFeatureError
-from checkrun_format.manifest import BlockField, Field, TableEntry
-from checkrun_format.reader import StoredCheckpoint, exact_among
-from checkrun_format.resolver import Layers, Piece, live_keys, pieces
+from checkrun_format.manifest import Field, TableEntry
+from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.resolver import Layers, Piece, as_stored, live_keys, pieces
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange
 from checkrun_format.writer import Writer
 
@@ -50,41 +48,9 @@ def _retold(field: Field, layers: Layers, exact_rows: int) -> Field:
 
 def _encoded(piece: Piece, fields: dict[str, Field], wanted: Wanted) -> tuple[EncodedRows, int]:
     """The rows of a piece as they are stored; and their first number, -1 if they are listed."""
-    encoded = [encoded_field(piece, f, fields[f.name]) for f in piece.block.entry.fields]
+    encoded = [as_stored(piece, f, fields[f.name]) for f in piece.block.entry.fields]
     count = len(next(iter(encoded[0].arrays.values())))
     if isinstance(wanted, WantedRange) and isinstance(piece.places, slice):
         return EncodedRows(count=count, fields=encoded, rows=None), piece.places.start
     rows: Ids = wanted.ids()[piece.places] if isinstance(wanted, WantedIds) else np.asarray(piece.places, np.int64)
     return EncodedRows(count=count, fields=encoded, rows=rows), -1
-
-
-def encoded_field(piece: Piece, f: BlockField, field: Field) -> EncodedField:
-    """One field of the rows of a piece, as it is stored; exact rows by their places among them."""
-    block, positions = piece.block, piece.positions
-    if f.encoding == "affine":
-        codes, qparams = block.affine(f, piece.chunk)
-        arrays = {"codes": codes[positions], "qparams": qparams[positions]}
-    elif f.encoding == "raw":
-        arrays = {"values": block.values(f, piece.chunk)[positions]}
-    else:
-        raise UnsupportedFeatureError(f"{block.place(f.name)}: unknown encoding {f.encoding!r}")
-    exact_index, exact_values = block.exact(f, field)
-    places, found = exact_among(exact_index, piece.chunk * block.chunk_rows, positions)
-    return EncodedField(
-        layout=FieldLayout(
-            name=f.name,
-            dtype=field.dtype,
-            encoding=f.encoding,
-            columns=f.columns,
-            bits=f.bits,
-            stored=f.dtype,
-            qparams=arrays["qparams"].dtype.name if "qparams" in arrays else None,
-        ),
-        arrays=arrays,
-        exact_index=places,
-        exact_values=exact_values[found] if found.size else np.zeros((0, *_row_shape(f)), dtypes.STORED[field.dtype]),
-    )
-
-
-def _row_shape(f: BlockField) -> tuple[int, ...]:
-    return () if f.columns is None else (f.columns,)

@@ -10,9 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format.errors import DamagedError
-from checkrun_format.manifest import Field, TableEntry
-from checkrun_format.reader import Block, Part, StoredCheckpoint
+from checkrun_format import dtypes
+from checkrun_format.blocks import EncodedField, FieldLayout
+from checkrun_format.errors import DamagedError, UnsupportedFeatureError
+from checkrun_format.manifest import BlockField, Field, TableEntry
+from checkrun_format.reader import Block, Part, StoredCheckpoint, exact_among
 from checkrun_format.rows import (
     Ids,
     Mask,
@@ -297,3 +299,35 @@ def _fill_field(
     wide = np.empty((count, f.columns), out.dtype)
     decode(f, field, piece.chunk, piece.positions, wide, slice(0, count))
     target[piece.places] = wide[:, low - start : high - start]
+
+
+def as_stored(piece: Piece, f: BlockField, field: Field) -> EncodedField:
+    """The rows of a piece as they are stored, in one field of its block."""
+    block, positions = piece.block, piece.positions
+    if f.encoding == "affine":
+        codes, qparams = block.affine(f, piece.chunk)
+        arrays = {"codes": codes[positions], "qparams": qparams[positions]}
+    elif f.encoding == "raw":
+        arrays = {"values": block.values(f, piece.chunk)[positions]}
+    else:
+        raise UnsupportedFeatureError(f"{block.place(f.name)}: unknown encoding {f.encoding!r}")
+    exact_index, exact_values = block.exact(f, field)
+    places, found = exact_among(exact_index, piece.chunk * block.chunk_rows, positions)
+    return EncodedField(
+        layout=FieldLayout(
+            name=f.name,
+            dtype=field.dtype,
+            encoding=f.encoding,
+            columns=f.columns,
+            bits=f.bits,
+            stored=f.dtype,
+            qparams=arrays["qparams"].dtype.name if "qparams" in arrays else None,
+        ),
+        arrays=arrays,
+        exact_index=places,
+        exact_values=exact_values[found] if found.size else np.zeros((0, *_row_shape(f)), dtypes.STORED[field.dtype]),
+    )
+
+
+def _row_shape(f: BlockField) -> tuple[int, ...]:
+    return () if f.columns is None else (f.columns,)

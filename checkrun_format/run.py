@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -156,6 +157,44 @@ class Run:
         """The checkpoints from the lowest number to the highest; reads commits only, so that MAN-1 is not checked."""
         for commit_record in self._history.commits():
             yield Checkpoint(self._history, self._history.get(commit_record.sequence))
+
+    def follow(
+        self, since: int | None = None, *, poll: float = 30.0, stop: threading.Event | None = None
+    ) -> Iterator[Checkpoint]:
+        """The latest checkpoint, whenever there is a new one; those that another one follows at once are passed over.
+
+        Parameters
+        ----------
+        since : number
+            The checkpoint that the caller has; None: nothing yet, so that the first one comes at once if there is one.
+        poll : float
+            Seconds between two looks; each is one listing and one object, more only if something is new.
+        stop : threading.Event
+            Ends the iteration once it is set.
+
+        Examples
+        --------
+        A serving process, from the checkpoint that it loaded on::
+
+            held = checkpoint.sequence
+            for checkpoint in run.follow(held):
+                for change in checkpoint.changes_since(held):
+                    apply(change)
+                held = checkpoint.sequence
+        """
+        if not poll >= 0:
+            raise InvalidInputError(f"poll {poll!r}; seconds, at least 0")
+        held = 0 if since is None else _checked_number(since, "follow")
+        return self._followed(held, poll, stop or threading.Event())
+
+    def _followed(self, held: int, poll: float, stop: threading.Event) -> Iterator[Checkpoint]:
+        while not stop.is_set():
+            number = self._history.latest()
+            if number is not None and number > held:
+                held = number
+                yield self[number]
+            else:
+                stop.wait(poll)
 
     def load(self, **options: Any) -> State:
         """Read the latest checkpoint; options as of `Checkpoint.load`. Does not count as a restore."""

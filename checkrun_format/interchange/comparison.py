@@ -9,11 +9,10 @@ import numpy as np
 
 from checkrun_format import blocks, dtypes, quantize
 from checkrun_format.blocks import EncodedField, EncodedRows, FieldPlan
-from checkrun_format.compaction import encoded_field
 from checkrun_format.interchange.contents import PIECE_BYTES, Array
 from checkrun_format.interchange.inventory import FileTable
 from checkrun_format.manifest import TableEntry
-from checkrun_format.resolver import Layers, Piece, live_keys, pieces
+from checkrun_format.resolver import Layers, Piece, as_stored, live_keys, pieces
 from checkrun_format.rows import Ids, Mask, Selection, Wanted, WantedIds, WantedRange, length
 
 
@@ -107,7 +106,7 @@ def _compared(
 ) -> Iterator[tuple[Selection, Mask]]:
     """Places among the wanted rows, some at a time, and which of them differ."""
     fields = {f.name: f for f in entry.fields}
-    stored = [encoded_field(piece, f, fields[f.name]) for f in piece.block.entry.fields]
+    stored = [as_stored(piece, f, fields[f.name]) for f in piece.block.entry.fields]
     told = {f.name: f.encoder or {} for f in piece.checkpoint.entry(table.name).fields}
     ways = [_plan(s, start, told[s.layout.name]) for s, start in zip(stored, piece.part.columns, strict=True)]
     for way, s in zip(ways, stored, strict=True):

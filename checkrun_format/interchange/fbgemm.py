@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes, packing
 from checkrun_format.checkpoint import Checkpoint, TableView
-from checkrun_format.compaction import encoded_field
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange import exporter, kinds
 from checkrun_format.interchange.contents import Array, Entry
@@ -29,7 +28,7 @@ from checkrun_format.interchange.exporter import Advance
 from checkrun_format.interchange.inventory import WEIGHT, Label, label_table
 from checkrun_format.manifest import Field
 from checkrun_format.packing import U8
-from checkrun_format.resolver import Layers, Piece, live_keys, pieces
+from checkrun_format.resolver import Layers, Piece, as_stored, live_keys, pieces
 from checkrun_format.rows import Ids, Mask, Selection, Wanted, WantedIds, WantedRange
 
 WIDTHS: Final = (2, 4, 8)
@@ -235,7 +234,7 @@ class _Rows:
                 continue
             if f.encoding == "raw":
                 self._raw[piece.places] = True
-            stored = encoded_field(piece, f, self._field)
+            stored = as_stored(piece, f, self._field)
             self._exact[_placed(piece.places)[stored.exact_index]] = True
             if f.encoding == "affine" and f.columns == self._fusion.columns and (f.bits or 8) <= self._fusion.bits:
                 self._put(_placed(piece.places), stored.arrays["codes"], stored.arrays["qparams"], f.bits or 8)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+import checkrun_format as crf
 from checkrun_format import dtypes
 from checkrun_format.errors import StorageError
 from checkrun_format.stores import AlreadyExistsError, Buffer, Store
@@ -157,3 +158,41 @@ def cuts(draw: st.DrawFn, size: int, most: int) -> list[tuple[int, int]]:
     inner = sorted(draw(st.lists(st.integers(0, size), max_size=most - 1)))
     bounds = [0, *inner, size]
     return list(itertools.pairwise(bounds))
+
+
+def check_raw_changes(checkpoint: crf.Checkpoint, since: int, max_bytes: int = 64 << 20) -> None:
+    """What changed, as it is stored, decodes to what changed: the same rows, bits, tombstones and dropped tables."""
+    plain = list(checkpoint.changes_since(since, max_bytes=max_bytes))
+    stored = list(checkpoint.changes_since(since, raw=True, max_bytes=max_bytes))
+    assert _told(plain) == _told(stored)
+    assert _cells((c.table, c.rows, name, 0, values) for c in plain for name, values in c.fields.items()) == _cells(
+        (c.table, c.rows, name, field.start, field.decode()) for c in stored for name, field in c.fields.items()
+    )
+
+
+def _told(batches: Sequence[crf.Changes]) -> dict[str, Any]:
+    """What is known of each table apart from its rows, and in which order."""
+    told: dict[str, Any] = {}
+    for batch in batches:
+        first = (batch.dropped, batch.table_rows, batch.key_dtype, batch.deleted.tolist())
+        told.setdefault(f"{batch.table} {batch.dropped}", first)
+    return told
+
+
+def _cells(found: Iterable[tuple[str, Ids, str, int, Array]]) -> dict[str, tuple[list[Any], bytes]]:
+    """Rows, columns and bits of the values of each field, by row and column; none twice."""
+    gathered: dict[str, list[tuple[Ids, Ids, Array]]] = {}
+    for table, rows, name, start, values in found:
+        width = values.shape[1] if values.ndim == 2 else 1
+        columns = np.tile(np.arange(start, start + width), len(rows))
+        cells = np.repeat(rows, width), columns, np.ascontiguousarray(values).reshape(-1)
+        gathered.setdefault(f"{table} {name} {values.dtype}", []).append(cells)
+    sorted_cells = {}
+    for name, pieces in gathered.items():
+        rows, columns, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        order = np.lexsort((columns, rows))
+        places = np.stack([rows[order], columns[order]], axis=1)
+        assert (places[1:] != places[:-1]).any(axis=1).all()
+        if len(rows):
+            sorted_cells[name] = places.tolist(), values[order].tobytes()
+    return sorted_cells

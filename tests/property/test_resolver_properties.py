@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 import checkrun_format as crf
 from checkrun_format import reader, writer
 from tests.conformance import independent_changes, independent_reader
-from tests.property.strategies import KEYS, Fields, Ids, MemoryStore, joined, same_bits, same_fields, taken
+from tests.property.strategies import (
+    KEYS,
+    Fields,
+    Ids,
+    MemoryStore,
+    check_raw_changes,
+    joined,
+    same_bits,
+    same_fields,
+    taken,
+)
 
 WEIGHTS = 5
 """Columns of `weight`: its values survive 1, 2, 4 and 8 bits exactly, so that parts may differ in width (LAY-6)."""
@@ -303,6 +313,7 @@ def check_changes(history: History, number: int, seed: int) -> None:
     since = seed % number + 1
     touched = {row for n in range(since + 1, number + 1) for row in history.layers[n].recent}
     state = history.states[number]
+    check_raw_changes(history.run[number], since, 1 + seed % 400)
     found: State = {}
     deleted: set[int] = set()
     for change in history.run[number].changes_since(since, max_bytes=1 + seed % 400):

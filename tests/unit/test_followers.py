@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import checkrun_format as crf
+from checkrun_format.stores import LocalStore
+from tests.property.strategies import check_raw_changes
 
 Floats = npt.NDArray[np.float32]
 
@@ -27,6 +29,7 @@ def state(weight: Floats, changed: list[int] | None = None, **options: Any) -> c
 def follow(run: crf.Run, since: int, number: int) -> tuple[Floats, int]:
     """The state of `since` with the changes up to `number`, and how many rows these were."""
     held: Floats = run[since].load().tables["t"]["weight"]
+    check_raw_changes(run[number], since)
     count = 0
     for change in run[number].changes_since(since):
         held[change.rows] = change.fields["weight"]
@@ -37,6 +40,93 @@ def follow(run: crf.Run, since: int, number: int) -> tuple[Floats, int]:
 def read(run: crf.Run, number: int) -> Floats:
     values: Floats = run[number].load().tables["t"]["weight"]
     return values
+
+
+class TestFollow:
+    """`Run.follow`: the latest checkpoint, whenever there is a new one."""
+
+    def test_what_is_there_comes_at_once_and_is_passed_over_in_favour_of_the_latest(self, tmp_path: Path) -> None:
+        run = crf.open_run(tmp_path / "run", mode="a")
+        for _ in range(3):
+            run.save(state(weights(), []))
+        assert next(run.follow(poll=60)).sequence == 3
+        assert next(crf.open_run(tmp_path / "run").follow(2, poll=60)).sequence == 3
+
+    def test_a_server_that_follows_ends_with_the_bits_of_a_load(self, tmp_path: Path) -> None:
+        run, weight = crf.open_run(tmp_path / "run", mode="a", bits=4, policy="intermittent"), weights()
+        run.save(state(weight))
+        reader, stop = crf.open_run(tmp_path / "run"), threading.Event()
+        held: Floats = reader[1].load().tables["t"]["weight"]
+        seen: list[int] = []
+
+        def serve() -> None:
+            since = 1
+            for checkpoint in reader.follow(since, poll=0.001, stop=stop):
+                for change in checkpoint.changes_since(since):
+                    held[change.rows] = change.fields["weight"]
+                since = checkpoint.sequence
+                seen.append(since)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for number in range(2, 12):
+            weight[number * 7 : number * 9] += 1
+            run.save(state(weight, list(range(number * 7, number * 9))))
+        while seen[-1:] != [11]:
+            thread.join(0.001)
+        stop.set()
+        thread.join(10)
+        assert seen == sorted(set(seen)) and not thread.is_alive()
+        assert held.tobytes() == read(run, 11).tobytes()
+
+    def test_it_ends_when_it_is_told_to(self, tmp_path: Path) -> None:
+        run, stop = crf.open_run(tmp_path / "run", mode="a"), threading.Event()
+        threading.Timer(0.02, stop.set).start()
+        assert list(run.follow(poll=60, stop=stop)) == []
+
+    def test_what_makes_no_sense_is_refused_at_once(self, tmp_path: Path) -> None:
+        run = crf.open_run(tmp_path / "run", mode="a")
+        with pytest.raises(crf.InvalidInputError, match="poll -1"):
+            run.follow(poll=-1)
+        with pytest.raises(crf.InvalidInputError, match="follow: 'x' is not the number"):
+            run.follow("x")  # type: ignore[arg-type]
+
+
+def test_a_refresh_after_each_increment_reads_one_layer_each(tmp_path: Path) -> None:
+    """Not the whole chain again: what 24 refreshes read of the store grows with what is new."""
+    run, weight = crf.open_run(tmp_path / "run", mode="a", policy="consecutive", bits=8), weights(4000)
+    run.save(state(weight))
+    reader = crf.open_run(CountingStore(tmp_path / "run"))
+    held: Floats = reader[1].load().tables["t"]["weight"]
+    store = reader._store
+    assert isinstance(store, CountingStore)
+    counts = []
+    for number in range(2, 26):
+        rows = list(range(number * 50, number * 50 + 10))
+        weight[rows] += 1
+        run.save(state(weight, rows))
+        store.keys.clear()
+        for change in reader[number].changes_since(number - 1):
+            held[change.rows] = change.fields["weight"]
+        counts.append(len([key for key in store.keys if "/block-" in key]))
+    assert held.tobytes() == read(run, 25).tobytes()
+    assert max(counts) == counts[0]
+
+
+class CountingStore(LocalStore):
+    """Notes what is read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.keys: list[str] = []
+
+    def get(self, key: str) -> bytes | None:
+        self.keys.append(key)
+        return super().get(key)
+
+    def open(self, key: str) -> Any:
+        self.keys.append(key)
+        return super().open(key)
 
 
 def test_another_width_makes_every_row_recent(tmp_path: Path) -> None:

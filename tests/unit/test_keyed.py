@@ -16,6 +16,7 @@ import checkrun_format as crf
 from checkrun_format import ALL, Checkpoint, Run, State, Table, TableView
 from checkrun_format.errors import InvalidInputError, RowNotFoundError
 from checkrun_format.stores import LocalStore
+from tests.property.strategies import check_raw_changes
 
 Array = npt.NDArray[Any]
 Model = dict[int, Array]
@@ -61,6 +62,7 @@ def followed(run: Run, since: int, until: int, name: str, dtype: str) -> Model:
         view = run[since].table(name)
         if view.addressing == "keyed":
             held = dict(zip(view.keys().tolist(), view.read()["weight"], strict=True))
+    check_raw_changes(run[until], since, 64)
     seen: list[int] = []
     for batch in run[until].changes_since(since, max_bytes=64):
         if batch.table != name:

@@ -26,6 +26,7 @@ from checkrun_format.errors import (
     TableNotFoundError,
 )
 from checkrun_format.stores import Buffer, LocalStore
+from tests.property.strategies import check_raw_changes
 
 Array = npt.NDArray[Any]
 Fields = dict[str, Array]
@@ -80,6 +81,7 @@ def assert_within_bound(found: Array, wanted: Array, bits: int) -> None:
 def followed(run: Run, since: int, until: int, max_bytes: int) -> dict[str, Fields]:
     """What somebody holds who loaded one checkpoint and then applied what changed up to another (CHG-2)."""
     held = {name: dict(table.fields) for name, table in run[since].load().tables.items()}
+    check_raw_changes(run[until], since, max_bytes)
     for batch in run[until].changes_since(since, max_bytes=max_bytes):
         if batch.dropped:
             held.pop(batch.table, None)
