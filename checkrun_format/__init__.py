@@ -18,11 +18,13 @@ from checkrun_format.errors import (
     CheckrunError,
     ConcurrentCommitError,
     DamagedError,
+    FallbackWarning,
     HistoryPrunedError,
     InvalidInputError,
     NotARunError,
     NotFoundError,
     PrunedError,
+    PruneWarning,
     RowNotFoundError,
     RunNotFoundError,
     StorageError,
@@ -31,6 +33,7 @@ from checkrun_format.errors import (
     UnsupportedVersionError,
 )
 from checkrun_format.manifest import Problem
+from checkrun_format.retention import Decision, Keep, Leftover, Plan
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, join_save
 from checkrun_format.state import ALL, INHERIT, State, Table
@@ -48,11 +51,17 @@ __all__ = [
     "CheckrunError",
     "ConcurrentCommitError",
     "DamagedError",
+    "Decision",
+    "FallbackWarning",
     "HistoryPrunedError",
     "InvalidInputError",
+    "Keep",
+    "Leftover",
     "NotARunError",
     "NotFoundError",
+    "Plan",
     "Problem",
+    "PruneWarning",
     "PrunedError",
     "RowNotFoundError",
     "Run",

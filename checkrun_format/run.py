@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
 from checkrun_format import layout
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError
+from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError, PrunedError
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BitRule, Bits, check_policy
+from checkrun_format.retention import Keep, Plan, Pruner, Retention
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
 from checkrun_format.state import State
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
+from checkrun_format.tags import Tags
 from checkrun_format.verify import verify_checkpoint, verify_run
 from checkrun_format.versions import FORMAT_VERSION
 from checkrun_format.writer import CHUNK_BYTES
@@ -36,6 +39,7 @@ def open_run(
     chunk_bytes: int = CHUNK_BYTES,
     durable: bool = True,
     takeover: bool = False,
+    keep: Keep | None = None,
 ) -> Run:
     """Open a run.
 
@@ -60,6 +64,8 @@ def open_run(
     takeover : bool
         Commit an unchanged checkpoint at once, so that another process that still writes this run finds its number
         taken.
+    keep : Keep
+        After each commit, prune what these rules do not keep, in the background. By default nothing is ever removed.
 
     Raises
     ------
@@ -69,9 +75,11 @@ def open_run(
         raise InvalidInputError(f"mode {mode!r}; 'r' to read, 'a' to save too")
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
+    if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
+        raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable)
-    run = Run(store, mode, policy=policy, rule=rule, chunk_bytes=chunk_bytes)
+    run = Run(store, mode, policy=policy, rule=rule, chunk_bytes=chunk_bytes, keep=keep)
     if takeover:
         run.take_over()
     return run
@@ -93,7 +101,9 @@ def _create_run(store: Store) -> None:
 class Run:
     """One training history; from `open_run`."""
 
-    def __init__(self, store: Store, mode: str, *, policy: str, rule: BitRule, chunk_bytes: int) -> None:
+    def __init__(
+        self, store: Store, mode: str, *, policy: str, rule: BitRule, chunk_bytes: int, keep: Keep | None = None
+    ) -> None:
         options = Options(policy=check_policy(policy), rule=rule, chunk_bytes=chunk_bytes)
         self._store = store
         self._history = History(store)
@@ -102,9 +112,22 @@ class Run:
         self._history.check_run()
         self._mode = mode
         self._writing = Saver(store, self._history, options) if mode == "a" else None
+        self._keep = keep
+        self._pruner = None if keep is None else Pruner(self._history, keep)
 
     def __repr__(self) -> str:
         return f"<run {self._store.url}, mode {self._mode!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a prune that goes on in the background, and warn of one that failed; there is no more to it."""
+        if self._pruner is not None:
+            self._pruner.settle()
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -154,7 +177,11 @@ class Run:
     def log(self) -> Iterator[Checkpoint]:
         """The checkpoints from the lowest number to the highest; reads commits only, so that MAN-1 is not checked."""
         for commit_record in self._history.commits():
-            yield Checkpoint(self._history, self._history.get(commit_record.sequence))
+            try:
+                stored = self._history.get(commit_record.sequence)
+            except PrunedError:
+                continue  # since it was listed
+            yield Checkpoint(self._history, stored)
 
     def load(self, **options: Any) -> State:
         """Read the latest checkpoint; options as of `Checkpoint.load`. Does not count as a restore."""
@@ -261,6 +288,85 @@ class Run:
         with self._saver.lock:
             return None if self._saver.ledger.latest is None else self._committed(self._saver.take_over())
 
+    # Retention --------------------------------------------------------------------------------------------------------
+
+    def tags(self) -> dict[str, int]:
+        """Name to number of every tag, by name.
+
+        Raises
+        ------
+        DamagedError
+            A tag cannot be read.
+        """
+        return Tags(self._history).read()
+
+    def tag(self, name: str, checkpoint: int | Checkpoint) -> None:
+        """Name a checkpoint; no prune removes one that has a name. A name that was another's moves.
+
+        Parameters
+        ----------
+        name : str
+            1 to 64 of `a-z 0-9 . _ -`, the first a letter or digit; no number.
+
+        Raises
+        ------
+        InvalidInputError, CheckpointNotFoundError, PrunedError, BurntError, DamagedError
+            There is no such checkpoint, or its chain is not whole.
+        """
+        self._check_may_write()
+        number = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else _checked_number(checkpoint, "tag")
+        Tags(self._history).put(name, number)
+
+    def untag(self, name: str) -> None:
+        """Forget a name; the checkpoint itself stays until a prune.
+
+        Raises
+        ------
+        NotFoundError
+        """
+        self._check_may_write()
+        Tags(self._history).delete(name)
+
+    def plan_prune(self, keep: Keep | None = None, *, abandoned: dt.timedelta | float | None = None) -> Plan:
+        """What a prune would remove, what would stay and why; writes nothing.
+
+        Parameters
+        ----------
+        keep : Keep
+            By default that of `open_run`.
+        abandoned : timedelta or seconds
+            Remove also attempts at numbers that are free or burnt, if nothing of them was written for so long. The save
+            that writes one may still be going on: choose more than any save takes.
+
+        Raises
+        ------
+        InvalidInputError, DamagedError
+        """
+        chosen = self._keep if keep is None else keep
+        if not isinstance(chosen, Keep):
+            raise InvalidInputError(f"keep={chosen!r}; give a checkrun_format.Keep")
+        return Retention(self._history).plan(chosen, abandoned=abandoned)
+
+    def prune(self, plan: Plan) -> None:
+        """Carry out a plan of `plan_prune`.
+
+        Safe while others read, save, tag and prune. When it is interrupted, what should stay is whole, and the next
+        prune removes the rest.
+
+        Raises
+        ------
+        InvalidInputError
+            Something was committed or tagged since that needs what the plan removes: plan again.
+        """
+        self._check_may_write()
+        if not isinstance(plan, Plan):
+            raise InvalidInputError(f"a {type(plan).__name__} where a plan of plan_prune() belongs")
+        Retention(self._history).prune(plan)
+
+    def _check_may_write(self) -> None:
+        if self._writing is None:
+            raise InvalidInputError("the run is open for reading; mode='a' is for tags and prunes, too")
+
     @property
     def _saver(self) -> Saver:
         if self._writing is None:
@@ -270,7 +376,10 @@ class Run:
         return self._writing
 
     def _committed(self, commit: Commit) -> Checkpoint:
-        return self[commit.sequence]
+        checkpoint = self[commit.sequence]
+        if self._pruner is not None:
+            self._pruner.start()
+        return checkpoint
 
 
 def _checked_number(sequence: object, call: str) -> int:
