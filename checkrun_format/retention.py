@@ -411,8 +411,7 @@ class Retention:
         goes = {decision.sequence: decision for decision in plan.checkpoints if decision.goes}
         self._check_commits(plan, goes.keys())
         for number in sorted(goes, reverse=True):
-            self._check_tags(goes.keys())
-            self._remove(goes[number])
+            self._remove(goes[number], goes.keys())
         for leftover in plan.leftovers:
             if leftover.goes:
                 self._sweep(leftover)
@@ -437,12 +436,13 @@ class Retention:
             if number in goes - self._pruned:
                 raise InvalidInputError(f"checkpoint {number} was tagged {name!r} since this plan was made: plan again")
 
-    def _remove(self, decision: Decision) -> None:
-        """Prune one checkpoint (PRU-1)."""
+    def _remove(self, decision: Decision, goes: AbstractSet[int]) -> None:
+        """Prune one checkpoint (PRU-1), unless one that is to go has been tagged (TAG-2)."""
         number, key = decision.sequence, layout.commit_key(decision.sequence)
         occupant = self._history.occupant(number)
         if isinstance(occupant, Commit):
             marker = Pruned(kind="pruned", format_version=FORMAT_VERSION, sequence=number)
+            self._check_tags(goes)
             self._store.replace(key, layout.group_document(manifest.as_object(marker)))
         elif not isinstance(occupant, Pruned):
             raise DamagedError(key, "it was a commit when this prune was planned: plan again")

@@ -16,9 +16,26 @@ from checkrun_format import policy as policies
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History, same_kind
 from checkrun_format.chunks import ChunkReader
-from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt, seal
+from checkrun_format.commit import (
+    Claim,
+    Content,
+    NumberTakenError,
+    check_objects,
+    commit,
+    lost_to,
+    open_attempt,
+    seal,
+    taken,
+)
 from checkrun_format.compaction import copy_table
-from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError
+from checkrun_format.errors import (
+    CheckrunError,
+    ConcurrentCommitError,
+    DamagedError,
+    InvalidInputError,
+    PrunedError,
+    StorageError,
+)
 from checkrun_format.ledger import Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
@@ -40,6 +57,9 @@ from checkrun_format.state import State, TableSource, blob_bytes, extra_json, pa
 from checkrun_format.stores import Store
 from checkrun_format.tracking import Touched, of_ids
 from checkrun_format.writer import PartList, PartSource, Writer
+
+_LOSSES = (PrunedError, DamagedError, StorageError)
+"""How a save may fail whose number was taken meanwhile: what it wrote, or what it is laid over, may have been pruned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,23 +327,27 @@ class Saver:
                 group_bytes = open_attempt(self._store, claim)
                 part_lists, content = write(claim)
                 document = seal(self._store, claim, content, part_lists, group_bytes)
-            except BaseException:
+            except BaseException as error:
                 self._discard(claim)
-                raise
+                loss = taken(self._store, claim) if isinstance(error, _LOSSES) else None
+                if loss is None:
+                    raise
+                self._adopt_or_lose(claim, loss)
+                continue
             self.ledger.attempts[claim.attempt] = is_save
             try:
                 return commit(self._store, claim, document)
-            except NumberTakenError as taken:
+            except NumberTakenError as loss:
                 self._discard(claim)
-                self._adopt_or_lose(claim, taken)
+                self._adopt_or_lose(claim, loss)
 
-    def _adopt_or_lose(self, claim: Claim, taken: NumberTakenError) -> None:
+    def _adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
         """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
-        if taken.attempt in self.ledger.attempts:
+        if loss.attempt in self.ledger.attempts:
             self.ledger.landed(self._history.get(claim.sequence).commit)
             return
-        self.ledger.lost = str(lost_to(claim, taken))
-        raise lost_to(claim, taken) from taken
+        self.ledger.lost = str(lost_to(claim, loss))
+        raise lost_to(claim, loss) from loss
 
     def _discard(self, claim: Claim) -> None:
         """Remove what an attempt stored that is not committed and never will be."""
@@ -374,12 +398,12 @@ class Saver:
             self._check_rows(claim, document, below)
             try:
                 committed = commit(self._store, claim, document)
-            except NumberTakenError as taken:
-                self._adopt_or_lose(claim, taken)
+            except NumberTakenError as loss:
+                self._adopt_or_lose(claim, loss)
                 raise ConcurrentCommitError(
                     f"number {claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
                     "begin the save anew"
-                ) from taken
+                ) from loss
             self.ledger.saved(committed)
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
             return finished(committed)
