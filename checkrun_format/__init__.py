@@ -37,12 +37,14 @@ from checkrun_format.retention import Decision, Keep, Leftover, Plan
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, join_save
 from checkrun_format.state import ALL, INHERIT, State, Table
+from checkrun_format.verify import Audit
 from checkrun_format.versions import FORMAT_VERSION, __version__
 
 __all__ = [
     "ALL",
     "FORMAT_VERSION",
     "INHERIT",
+    "Audit",
     "BurntError",
     "BurntNumberWarning",
     "Changes",

@@ -80,10 +80,10 @@ class Keep:
         """The numbers that these rules keep, and why; of commits in ascending order."""
         if self.last is not None:
             for number in list(commits)[-self.last :]:
-                yield number, f"one of the last {self.last:,}"
+                yield number, f"last {self.last:,}"
         if self.every is not None:
             for number, multiple in _milestones(commits, self.every):
-                yield number, f"the first from step {multiple:,} on"
+                yield number, f"first from step {multiple:,} on"
         if self.newer_than is not None:
             limit = now - checked_age(self.newer_than, "newer_than")
             for number, commit in commits.items():

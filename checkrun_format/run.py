@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Self
 
@@ -13,7 +15,14 @@ import numpy as np
 from checkrun_format import layout
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError, PrunedError
+from checkrun_format.errors import (
+    CheckpointNotFoundError,
+    DamagedError,
+    FallbackWarning,
+    InvalidInputError,
+    NotARunError,
+    PrunedError,
+)
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BitRule, Bits, check_policy
 from checkrun_format.retention import Keep, Plan, Pruner, Retention
@@ -22,11 +31,12 @@ from checkrun_format.staging import Save
 from checkrun_format.state import State
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
 from checkrun_format.tags import Tags
-from checkrun_format.verify import verify_checkpoint, verify_run
+from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
 from checkrun_format.versions import FORMAT_VERSION
 from checkrun_format.writer import CHUNK_BYTES
 
 _REQUIRED: Final = object()
+_LOG = logging.getLogger("checkrun_format")
 
 
 def open_run(
@@ -188,11 +198,21 @@ class Run:
         state: State = self.latest().load(**options)
         return state
 
-    def verify(self, sequence: int | None = None) -> list[Problem]:
-        """Every problem of the run, or of one checkpoint; an empty list if there is none."""
+    def verify(self, sequence: int | None = None, *, fast: bool = False) -> list[Problem]:
+        """Every problem of the run, or of one checkpoint; an empty list if there is none.
+
+        Parameters
+        ----------
+        fast : bool
+            Only look whether all objects are there, and read documents; no values.
+        """
         if sequence is None:
-            return verify_run(self._store)
-        return verify_checkpoint(self._store, sequence)
+            return self.audit(fast=fast).problems
+        return verify_checkpoint(self._store, sequence, fast=fast)
+
+    def audit(self, *, fast: bool = False) -> Audit:
+        """Every problem of the run, which checkpoints they affect, and which are safe; options as of `verify`."""
+        return verify_run(self._store, fast=fast)
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -248,6 +268,7 @@ class Run:
         *,
         out: State | None = None,
         skip_damaged: bool = False,
+        fallback: bool = False,
     ) -> State:
         """Read a checkpoint and make it the origin of this run's next saves; counts as a restore.
 
@@ -257,15 +278,44 @@ class Run:
             By default the latest. After restoring an older one, the next save is a base.
         out : State
             Existing arrays to read into, as of `Checkpoint.load`.
+        skip_damaged : bool
+            Pass over damaged commits above the latest readable one, as of `latest`.
+        fallback : bool
+            Verify, and take the newest checkpoint whose whole chain is sound. Those that it passes over are named in a
+            FallbackWarning and in the log.
+
+        Raises
+        ------
+        DamagedError
+            Of what is read something is damaged; with `fallback`, no checkpoint is sound.
         """
+        if fallback and checkpoint is not None:
+            raise InvalidInputError("fallback=True looks for the checkpoint itself: give no number")
         saver = self._saver
         with saver.lock:
             if isinstance(checkpoint, Checkpoint):
                 checkpoint = checkpoint.sequence
-            chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
+            if fallback:
+                chosen = self._newest_sound()
+            else:
+                chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
             state: State = chosen.load(out=out)
             saver.ledger.restored_from(chosen.sequence)
             return state
+
+    def _newest_sound(self) -> Checkpoint:
+        number, passed = newest_sound(self._store)
+        told = "; ".join(f"{n}: {p.kind}: {p.place}: {p.message}" for n, p in passed.items())
+        if number is None and passed:
+            newest = passed[max(passed)]
+            raise DamagedError(newest.place, f"no checkpoint of {self.url} is sound. {told}")
+        if number is None:
+            raise CheckpointNotFoundError(f"{self.url} has no checkpoint yet")
+        if passed:
+            message = f"restoring checkpoint {number}; newer ones are not sound and are passed over: {told}"
+            _LOG.warning("%s", message)
+            warnings.warn(message, FallbackWarning, stacklevel=3)
+        return self[number]
 
     def rollback(self, sequence: int) -> Checkpoint:
         """Commit a checkpoint with the state of an earlier one, so that the latest is always the one to resume from.

@@ -59,7 +59,7 @@ from checkrun_format.tracking import Touched, of_ids
 from checkrun_format.writer import PartList, PartSource, Writer
 
 _LOSSES = (PrunedError, DamagedError, StorageError)
-"""How a save may fail whose number was taken meanwhile: what it wrote, or what it is laid over, may have been pruned."""
+"""How a save may fail whose number is taken by now: what it wrote, or what it is laid over, may have been pruned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,12 @@ class Tags:
         DamagedError, UnsupportedVersionError
             A tag cannot be read: nobody knows what it is of.
         """
-        names = sorted(filter(None, map(layout.parse_tag_key, self._store.list(layout.TAGS))))
-        found = {name: self.get(name) for name in names}
+        found = {name: self.get(name) for name in self.names()}
         return {name: number for name, number in found.items() if number is not None}
+
+    def names(self) -> list[str]:
+        """The names of all tags, in order; they are not read."""
+        return sorted(filter(None, map(layout.parse_tag_key, self._store.list(layout.TAGS))))
 
     def get(self, name: str) -> int | None:
         """The number that a tag is of, None if there is no such tag; errors as of `read`."""

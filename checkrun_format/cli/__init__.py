@@ -12,11 +12,16 @@ import click
 
 from checkrun_format.cli.cat import cat
 from checkrun_format.cli.changes import changes
+from checkrun_format.cli.compact import compact
 from checkrun_format.cli.demo import demo
+from checkrun_format.cli.diff import diff
 from checkrun_format.cli.endings import Shell
 from checkrun_format.cli.info import info
 from checkrun_format.cli.ls import ls
 from checkrun_format.cli.manual import ADDRESSES, CODES, JSON, epilog
+from checkrun_format.cli.prune import prune
+from checkrun_format.cli.rollback import rollback
+from checkrun_format.cli.tag import tag
 from checkrun_format.cli.tree import tree
 from checkrun_format.cli.verify import verify
 from checkrun_format.versions import __version__
@@ -43,5 +48,5 @@ def main() -> None:
     """Checkpoints of recommendation models, incremental and quantized, in an open format."""
 
 
-for _command in (cat, changes, demo, info, ls, tree, verify):
+for _command in (cat, changes, compact, demo, diff, info, ls, prune, rollback, tag, tree, verify):
     main.add_command(_command)

@@ -30,7 +30,10 @@ from checkrun_format.versions import FORMAT_VERSION
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "COLUMNS": "40"}
 PROGRAM = [sys.executable, "-m", "checkrun_format.cli"]
-COMMANDS = ("cat", "changes", "demo", "info", "ls", "tree", "verify")
+COMMANDS = (
+    *("cat", "changes", "compact", "demo", "diff", "info"),
+    *("ls", "prune", "rollback", "tag", "tree", "verify"),
+)
 ODD = "ads\n\x1b[31m🚀 / 表"
 GONE = "gone"
 
