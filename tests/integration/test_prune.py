@@ -156,7 +156,7 @@ def test_what_it_costs_follows_what_is_removed() -> None:
 
 def interleaved(
     store: FaultStore, act: Callable[[], object], call: int, other: Callable[[], object]
-) -> Iterator[BaseException]:
+) -> Iterator[crf.CheckrunError]:
     """Do the other before the call of this number; the error that the first ends with, if it is one of ours."""
 
     def fault(when: str, number: int, _name: str, _arguments: tuple[Any, ...]) -> None:

@@ -63,10 +63,7 @@ class Trainer:
         self.do_save(choice, parent=None)
 
     def do_parent(self, choice: int) -> None:
-        chain, number = [], max(self.expected)
-        while number is not None:
-            chain.append(number)
-            number = self.parents[number]
+        chain = sorted(self.with_chains({max(self.expected)}))
         self.do_save(choice, parent=chain[choice % len(chain)])
 
     def do_rollback(self, choice: int) -> None:
@@ -100,8 +97,9 @@ class Trainer:
         """What the rules say, told in another way than the library's."""
         numbers = sorted(self.expected)
         named = {numbers[-1], *self.tags.values(), *numbers[-(keep.last or 1) :]}
-        for multiple in range(0, 1000, keep.every) if keep.every else ():
-            there = [n for n in numbers if multiple <= self.steps[n] < multiple + keep.every]
+        every = keep.every or 1000
+        for multiple in range(0, 1000, every) if keep.every else ():
+            there = [n for n in numbers if multiple <= self.steps[n] < multiple + every]
             kept = [n for n in there if all(self.steps[m] >= multiple for m in numbers if m > n)]
             named |= set(kept[:1])
         return set(numbers) if keep.newer_than else named
