@@ -25,7 +25,8 @@ from checkrun_format.errors import (
 )
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BitRule, Bits, check_policy
-from checkrun_format.retention import Keep, Plan, Pruner, Retention
+from checkrun_format.pruning import Pruner, Pruning
+from checkrun_format.retention import Keep, Plan
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
 from checkrun_format.state import State
@@ -395,7 +396,7 @@ class Run:
         chosen = self._keep if keep is None else keep
         if not isinstance(chosen, Keep):
             raise InvalidInputError(f"keep={chosen!r}; give a checkrun_format.Keep")
-        return Retention(self._history).plan(chosen, abandoned=abandoned)
+        return Pruning(self._history).plan(chosen, abandoned=abandoned)
 
     def prune(self, plan: Plan) -> None:
         """Carry out a plan of `plan_prune`.
@@ -411,7 +412,7 @@ class Run:
         self._check_may_write()
         if not isinstance(plan, Plan):
             raise InvalidInputError(f"a {type(plan).__name__} where a plan of plan_prune() belongs")
-        Retention(self._history).prune(plan)
+        Pruning(self._history).prune(plan)
 
     def _check_may_write(self) -> None:
         if self._writing is None:

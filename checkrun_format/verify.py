@@ -21,8 +21,8 @@ import numpy as np
 from checkrun_format import layout, packing
 from checkrun_format.chain import History
 from checkrun_format.chunks import ChunkReader, object_names
-from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError
-from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, TableEntry
+from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError, PrunedError
+from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, Pruned, TableEntry
 from checkrun_format.reader import Block, Part, StoredCheckpoint
 from checkrun_format.resolver import live_keys, pieces
 from checkrun_format.rows import WantedIds, WantedRange
@@ -102,10 +102,7 @@ def judge(store: Store, unsound: AbstractSet[int]) -> tuple[list[int], dict[int,
     affected = {number: number for number in sorted(unsound)}
     safe = []
     for number in (history := History(store)).numbers():
-        try:
-            occupant = history.occupant(number)
-        except CheckrunError:
-            continue  # one of the unsound
+        occupant = _occupant(history, number)
         if isinstance(occupant, Commit) and number not in affected:
             if occupant.parent in affected:
                 affected[number] = affected[occupant.parent]
@@ -150,6 +147,21 @@ def _problem_of_chain(history: History, commit: Commit | None, known: dict[int, 
 
 
 def _number(history: History, sequence: int, *, fast: bool = False) -> list[Problem]:
+    problems = _problems(history, sequence, fast=fast)
+    if is_unsound(problems) and isinstance(_occupant(history, sequence), Pruned):
+        return []  # meanwhile
+    return problems
+
+
+def _occupant(history: History, sequence: int) -> Commit | Pruned | Burnt | None:
+    """What occupies a number, None also if that cannot be read."""
+    try:
+        return history.occupant(sequence)
+    except CheckrunError:
+        return None
+
+
+def _problems(history: History, sequence: int, *, fast: bool) -> list[Problem]:
     key = layout.commit_key(sequence)
     try:
         occupant = history.occupant(sequence)
@@ -157,7 +169,10 @@ def _number(history: History, sequence: int, *, fast: bool = False) -> list[Prob
         return [_problem(error, key)]
     listing = history.store.list(layout.folder(sequence))
     if isinstance(occupant, Commit):
-        stored = history.get(sequence)
+        try:
+            stored = history.get(sequence)
+        except PrunedError as error:  # since
+            return [_problem(error, key)]
         below = _caught(lambda: history.parent(stored), key) or _caught(lambda: _predecessor(history, stored), key)
         return below + list(_checkpoint(history, stored, listing, fast=fast))
     problems = [Problem(place=name, kind="litter", message="no checkpoint needs it") for name in listing if name != key]

@@ -166,7 +166,8 @@ def _lines(plan: Plan, *, done: bool) -> Iterator[str]:
         yield ""
     for leftover in plan.leftovers:
         fate = _fate(goes=leftover.goes, done=done)
-        yield f"{leftover.place}: {fate}, {leftover.objects:,} objects of {leftover.bytes:,} bytes: {leftover.reason}"
+        size = f"{_plural(leftover.objects, 'object')} of {leftover.bytes:,} bytes"
+        yield f"{leftover.place}: {fate}, {size}: {leftover.reason}"
     for key in plan.unknown:
         yield f"{key}: stays: nobody knows what it is"
     swept = sum(leftover.goes for leftover in plan.leftovers)

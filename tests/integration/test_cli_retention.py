@@ -124,11 +124,11 @@ class TestPrune:
         path.write_bytes(b"{}")
         os.utime(path, (time.time() - 7200, time.time() - 7200))
         keep = ("prune", run, "--keep-last", 9, "--yes")
-        assert f"{attempt}: stays, 1 objects of 2 bytes: its save may be going on" in checkrun(*keep).stdout
+        assert f"{attempt}: stays, 1 object of 2 bytes: its save may be going on" in checkrun(*keep).stdout
         checkrun(*keep, "--abandoned", "--older-than", "3h")
         assert path.exists()
         made = checkrun(*keep, "--abandoned", "--older-than", "1h")
-        assert f"{attempt}: removed, 1 objects of 2 bytes: abandoned" in made.stdout
+        assert f"{attempt}: removed, 1 object of 2 bytes: abandoned" in made.stdout
         assert made.rows[-1] == ["Removed 0 checkpoints and 1 leftover: 2 bytes. Stays: 5."]
         assert not path.parent.parent.exists() and numbers(run) == [1, 2, 3, 4, 5]
 
@@ -215,8 +215,13 @@ class TestDiff:
         gap = np.abs(states[0]["weight"].astype(float) - states[1]["weight"]).max()
         made = checkrun("diff", run, 1, 3)
         assert [row for row in made.rows if row != [""]] == [
-            ["table", *("rows in A", "rows in B", "only in A", "only in B", "rows differ")]
-            + ["field", "rows differ", "largest difference"],
+            [
+                "table",
+                *("rows in A", "rows in B", "only in A", "only in B", "rows differ"),
+                "field",
+                "rows differ",
+                "largest difference",
+            ],
             ["user", "40", "40", "0", "0", "4", "weight", "4", f"{gap:.6g}"],
             ["sum", "0", "0"],
             [repr(ODD), "4", "4", "0", "0", "0", "v", "0", "0"],

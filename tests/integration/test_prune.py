@@ -203,6 +203,58 @@ def test_a_prune_at_every_call_of_a_save(objects: dict[str, bytes], parent: int 
         assert check_all(inner)[-1] == 10
 
 
+COPIES: dict[str, tuple[Callable[[crf.Run], object], int]] = {
+    "rollback to the chain": (lambda run: run.rollback(7), 6),
+    "rollback to what goes": (lambda run: run.rollback(6), 5),
+    "compact": (lambda run: run.compact(), 7),
+    "takeover": (lambda run: run.take_over(), 7),
+}
+"""What commits a state again, and the step of that state."""
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_prune_at_every_call_of_a_copy(objects: dict[str, bytes], copy: str) -> None:
+    """PRU-2, RBK-1, CMP-1: it commits with its whole chain present; or it was of what went, and fails by name."""
+    act, step = COPIES[copy]
+    refused = 0
+    for call in range(1, len(calls_of(objects, lambda store: act(restored(store)))) + 1):
+        store = FaultStore(inner := MemoryStore(objects))
+        run = restored(store)
+        errors = list(interleaved(store, partial(act, run), call, partial(prune_now, inner)))
+        if errors:
+            assert [error.kind for error in errors] == ["pruned"]
+            assert copy == "rollback to what goes"
+            assert check_all(inner) == [7, 8]
+            refused += 1
+        else:
+            assert check_all(inner)[-1] == 9
+            assert crf.open_run(inner).latest().step == step
+        run = restored(inner)
+        save_next(run, run.latest().step + 1)
+        assert check_all(inner)[-1] == run.latest().sequence == 10 - bool(errors)
+    assert (refused > 5) == (copy == "rollback to what goes")
+
+
+def test_a_prune_at_every_call_of_opening_and_restoring(objects: dict[str, bytes]) -> None:
+    """HEA-1, HEA-5: whatever others commit and prune meanwhile, the save has its chain, or fails by name."""
+
+    def succeed(inner: Store) -> None:
+        save_next(restored(inner), 8, parent=None)
+        prune_now(inner)
+
+    def work(store: Store) -> None:
+        run = crf.open_run(store, "a", policy="consecutive")
+        save_next(run, run.restore().extra["step"] + 1)
+
+    kinds = set()
+    for call in range(1, len(calls_of(objects, restored)) + 1):
+        store = FaultStore(inner := MemoryStore(objects))
+        errors = list(interleaved(store, partial(work, store), call, partial(succeed, inner)))
+        kinds |= {error.kind for error in errors} or {"saved"}
+        assert check_all(inner, litter=True)[-1] == (9 if errors else 10)
+    assert kinds == {"saved", "concurrent_commit", "pruned"}
+
+
 def test_a_save_at_every_call_of_a_prune(objects: dict[str, bytes]) -> None:
     """PRU-2: what is committed meanwhile stays, with its chain."""
     for call in range(1, len(calls_of(objects, prune_now)) + 1):
