@@ -320,6 +320,26 @@ def test_a_reader_between_the_calls_of_a_prune_reads_the_same_bits_or_says_prune
     assert read == {"read", "pruned"}
 
 
+def test_an_audit_and_a_log_between_whose_calls_a_prune_comes(objects: dict[str, bytes]) -> None:
+    """What is pruned meanwhile is no problem, and no checkpoint."""
+
+    def look(store: Store) -> None:
+        run = crf.open_run(store)
+        assert {problem.kind for problem in run.verify()} <= {"litter"}
+        assert [checkpoint.sequence for checkpoint in run.log()] == [7, 8]
+
+    for call in range(1, len(calls_of(objects, lambda store: crf.open_run(store).verify())) + 1):
+        store = FaultStore(inner := MemoryStore(objects))
+        assert list(interleaved(store, partial(look, store), call, partial(prune_now, inner))) == []
+    for call in range(1, len(calls_of(objects, lambda store: list(crf.open_run(store).log()))) + 1):
+        store = FaultStore(inner := MemoryStore(objects))
+        found: list[int] = []
+        log = crf.open_run(store).log
+        act = partial(lambda found, log: found.extend(c.sequence for c in log()), found, log)
+        assert list(interleaved(store, act, call, partial(prune_now, inner))) == []
+        assert found == sorted(found) and found[-2:] == [7, 8]
+
+
 def test_the_latest_is_not_older_because_of_a_prune_while_it_is_looked_for(objects: dict[str, bytes]) -> None:
     """HEA-5: at each call of `latest`, others commit a base and prune all below it but what has a tag."""
 
@@ -439,6 +459,25 @@ def test_a_run_prunes_after_each_commit(tmp_path: Path) -> None:
         run.compact()
         run.rollback(6)
     assert [c.sequence for c in crf.open_run(tmp_path / "run").log()] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("policy", ["one-shot", "intermittent", "consecutive"])
+def test_the_policy_decides_as_if_nothing_were_pruned(policy: str) -> None:
+    """The sizes of increments that are gone still count in the process that wrote them."""
+    parents = []
+    for keep in (None, LAST):
+        run = crf.open_run(MemoryStore({}), "a", policy=policy, keep=keep)
+        weight, made = np.zeros((60, 8), np.float32), []
+        for step in range(14):
+            rows = np.arange((step * 5) % 60, (step * 5) % 60 + 5)
+            weight[rows] = step
+            made.append(
+                run.save(crf.State(tables={"t": crf.Table({"weight": weight}, changed=rows)}), step=step).parent
+            )
+            run.close()
+        parents.append(made)
+    assert parents[0] == parents[1]
+    assert len(set(parents[0])) > 1
 
 
 def test_a_prune_in_the_background_that_fails_is_a_warning_and_never_loses_a_save(objects: dict[str, bytes]) -> None:
