@@ -56,14 +56,14 @@ class _Census:
 class Pruning:
     """Plans prunes of a run, and carries them out.
 
-    It remembers which numbers are pruned and which folders hold nothing too much, so that the next plan costs less.
+    It remembers commits, markers, and which folders hold nothing too much, so that the next plan reads what is new.
     """
 
     def __init__(self, history: History) -> None:
         self._history = history
         self._store = history.store
         self._tags = Tags(history)
-        self._pruned: set[int] = set()
+        self._occupants: dict[int, Commit | Pruned] = {}
         self._clean: set[int] = set()
 
     # Planning ---------------------------------------------------------------------------------------------------------
@@ -109,11 +109,7 @@ class Pruning:
     def _census(self) -> _Census:
         census = _Census()
         for number in self._history.numbers():
-            if number in self._pruned:
-                census.pruned.add(number)
-            else:
-                self._look_up(number, census)
-        self._pruned |= census.pruned
+            self._look_up(number, census)
         occupied = sorted({*census.commits, *census.pruned, *census.unclear})
         for number in occupied:
             census.unclear.setdefault(number + 1, f"a save may be going on at {number + 1}")
@@ -123,13 +119,14 @@ class Pruning:
 
     def _look_up(self, number: int, census: _Census) -> None:
         try:
-            occupant = self._history.occupant(number)
+            occupant = self._occupants.get(number) or self._history.occupant(number)
         except _UNREADABLE as error:
             census.unclear[number] = f"{number} cannot be read ({error.kind})"
             return
         if isinstance(occupant, Commit):
-            census.commits[number] = occupant
+            self._occupants[number] = census.commits[number] = occupant
         elif isinstance(occupant, Pruned):
+            self._occupants[number] = occupant
             census.pruned.add(number)
         else:
             census.vacant.add(number)
@@ -248,21 +245,21 @@ class Pruning:
     def _check_tags(self, goes: AbstractSet[int]) -> None:
         """Stop if somebody named a checkpoint that is to go."""
         for name, number in self._tags.read().items():
-            if number in goes - self._pruned:
+            if number in goes and not isinstance(self._occupants.get(number), Pruned):
                 raise InvalidInputError(f"checkpoint {number} was tagged {name!r} since this plan was made: plan again")
 
     def _remove(self, decision: Decision, goes: AbstractSet[int]) -> None:
         """Prune one checkpoint (PRU-1), unless one that is to go has been tagged (TAG-2)."""
         number, key = decision.sequence, layout.commit_key(decision.sequence)
+        marker = Pruned(kind="pruned", format_version=FORMAT_VERSION, sequence=number)
         occupant = self._history.occupant(number)
         if isinstance(occupant, Commit):
-            marker = Pruned(kind="pruned", format_version=FORMAT_VERSION, sequence=number)
             self._check_tags(goes)
             self._store.replace(key, layout.group_document(manifest.as_object(marker)))
         elif not isinstance(occupant, Pruned):
             raise DamagedError(key, "it was a commit when this prune was planned: plan again")
         self._history.forget(number)
-        self._pruned.add(number)
+        self._occupants[number] = marker
         self._clean.discard(number)
         self._delete(_prefix(decision.commit))
 

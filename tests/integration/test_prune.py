@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import checkrun_format as crf
+from checkrun_format.chain import History
+from checkrun_format.pruning import Pruning
 from checkrun_format.stores import LocalStore, Store
 from tests.integration import test_kill
 from tests.integration.test_kill import FaultStore, assert_same, ended, fork, objects_in, strike
@@ -149,6 +151,22 @@ def test_what_it_costs_follows_what_is_removed() -> None:
         calls[steps] = list(store.calls)
     assert calls[8].count("replace") == calls[20].count("replace") == 3
     assert calls[8] == calls[20]
+
+
+def test_in_the_background_a_plan_reads_what_is_new_and_no_more() -> None:
+    calls: dict[int, list[str]] = {}
+    for steps in (8, 20):
+        store = FaultStore(inner := MemoryStore({}))
+        run = build(inner, steps)
+        pruning = Pruning(History(store))
+        keep = crf.Keep(last=steps - 3)
+        for _ in range(2):
+            pruning.prune(pruning.plan(keep))
+        save_next(run, steps, parent=None)
+        store.fault = lambda *_: None
+        pruning.plan(keep)
+        calls[steps] = list(store.calls)
+    assert calls[8] == calls[20] == ["folders", "get", "list", "folders", "list"]
 
 
 # Between the calls of others ------------------------------------------------------------------------------------------
