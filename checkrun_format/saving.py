@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,9 +58,6 @@ from checkrun_format.state import State, TableSource, blob_bytes, extra_json, pa
 from checkrun_format.stores import Store
 from checkrun_format.tracking import Touched, of_ids
 from checkrun_format.writer import PartList, PartSource, Writer
-
-_LOSSES = (PrunedError, DamagedError, StorageError)
-"""How a save may fail whose number is taken by now: what it wrote, or what it is laid over, may have been pruned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,22 +322,30 @@ class Saver:
         while True:
             claim = Claim.of(self.ledger.head + 1)
             try:
-                group_bytes = open_attempt(self._store, claim)
-                part_lists, content = write(claim)
-                document = seal(self._store, claim, content, part_lists, group_bytes)
-            except BaseException as error:
+                with self._losing(claim):
+                    group_bytes = open_attempt(self._store, claim)
+                    part_lists, content = write(claim)
+                    document = seal(self._store, claim, content, part_lists, group_bytes)
+            except BaseException:
                 self._discard(claim)
-                loss = taken(self._store, claim) if isinstance(error, _LOSSES) else None
-                if loss is None:
-                    raise
-                self._adopt_or_lose(claim, loss)
-                continue
+                raise
             self.ledger.attempts[claim.attempt] = is_save
             try:
                 return commit(self._store, claim, document)
             except NumberTakenError as loss:
                 self._discard(claim)
                 self._adopt_or_lose(claim, loss)
+
+    @contextlib.contextmanager
+    def _losing(self, claim: Claim) -> Iterator[None]:
+        """Where a save fails whose number is taken by now, say so: its objects or its chain may have been pruned."""
+        try:
+            yield
+        except (PrunedError, DamagedError, StorageError):
+            loss = taken(self._store, claim)
+            if loss is not None:
+                self._adopt_or_lose(claim, loss)
+            raise
 
     def _adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
         """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
@@ -374,7 +380,7 @@ class Saver:
         group_bytes = open_attempt(self._store, claim)
 
         def finish(part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any) -> Any:
-            with self.lock:
+            with self.lock, self._losing(claim):
                 return commit_staged(part_lists, unchanged, dropped, extra)
 
         def commit_staged(

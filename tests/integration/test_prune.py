@@ -313,6 +313,32 @@ def test_a_save_that_is_too_late_fails_by_name(objects: dict[str, bytes]) -> Non
     assert kinds <= {"concurrent_commit", "pruned"}
 
 
+@pytest.mark.parametrize("when", ["before it begins", "before it commits"])
+def test_a_staged_save_that_is_too_late_fails_by_name(objects: dict[str, bytes], when: str) -> None:
+    """HEA-3, PRU-3: another process commits its number, and a prune removes its objects and its chain."""
+    run = restored(inner := MemoryStore(objects))
+
+    def succeed() -> None:
+        save_next(restored(inner), 8, parent=None)
+        prune_now(inner)
+
+    if when == "before it begins":
+        succeed()
+    save = run.begin(writers=1, parent="latest")
+    writer = save.writer(0)
+    writer.put("t", {"weight": np.ones((6, 2), np.float32)}, rows=(0, 6), of=6, recent=True)
+    part_list = writer.finish()
+    if when == "before it commits":
+        succeed()
+    with pytest.raises(crf.ConcurrentCommitError, match="number 9 is taken"):
+        save.commit([part_list])
+    with pytest.raises(crf.ConcurrentCommitError):
+        save_next(run, 8)
+    assert check_all(inner, litter=True) == [9]
+    prune_now(inner)
+    assert check_all(inner) == [9]
+
+
 def test_a_reader_between_the_calls_of_a_prune_reads_the_same_bits_or_says_pruned(objects: dict[str, bytes]) -> None:
     """PRU-1, HEA-5: never `damaged`, never other values, never an older checkpoint as the latest."""
     read: set[str] = set()
