@@ -77,6 +77,7 @@ def open_run(
         taken.
     keep : Keep
         After each commit, prune what these rules do not keep, in the background. By default nothing is ever removed.
+        Who follows a run by `changes_since` has to keep up: what changed across a pruned checkpoint is not known.
 
     Raises
     ------
