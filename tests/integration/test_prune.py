@@ -94,12 +94,14 @@ def prune_now(store: Store, keep: crf.Keep = LAST) -> None:
     run.prune(run.plan_prune(keep))
 
 
-ERRORS: list[Callable[[], BaseException]] = [lambda: crf.StorageError(errno.EIO, "struck"), KeyboardInterrupt]
+def failing() -> crf.StorageError:
+    return crf.StorageError(errno.EIO, "struck")
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["StorageError", "KeyboardInterrupt"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("and_on", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize(
+    ("error", "and_on"), [(failing, False), (KeyboardInterrupt, True)], ids=["once", "from then on"]
+)
 def test_struck_at_every_call_of_the_store(
     objects: dict[str, bytes], when: str, error: Callable[[], BaseException], *, and_on: bool
 ) -> None:
