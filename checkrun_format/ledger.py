@@ -58,6 +58,7 @@ class Ledger:
         self.settled: dict[str, list[FieldPlan]] = {}
         self.lossy: set[str] = set()
         self._layers: dict[int, dict[str, Touched]] = {}
+        self._ours: dict[int, Commit] = {}
 
     # What may be laid over what ---------------------------------------------------------------------------------------
 
@@ -123,7 +124,8 @@ class Ledger:
                 )
 
     def increments(self, base: Commit) -> list[Commit]:
-        """The commits of the increments since a base, oldest first."""
+        """The commits of the increments since a base, oldest first; of this writer also those pruned by now."""
+        self._ours = {number: commit for number, commit in self._ours.items() if number > base.sequence}
         found = []
         below = self.latest
         while below is not None and below.sequence > base.sequence:
@@ -131,7 +133,7 @@ class Ledger:
                 found.append(below)
             number = below.predecessor
             try:
-                below = None if number is None else self._history.get(number).commit
+                below = None if number is None else self._ours.get(number) or self._history.get(number).commit
             except CheckrunError:
                 break  # pruned or damaged: what is left of the history decides
         return found[::-1]
@@ -258,3 +260,4 @@ class Ledger:
         if committed.restores > (0 if self.latest is None else self.latest.restores):
             self.restored = False
         self.head, self.latest = committed.sequence, committed
+        self._ours[committed.sequence] = committed

@@ -20,9 +20,10 @@ CODES = """
 """
 
 ADDRESSES = """
-    RUN is a folder, or file:// and a path; RUN@SEQ is its checkpoint SEQ.
-    Where a folder has such a name itself, RUN/@SEQ is always the checkpoint
-    and NAME@SEQ/ always the folder; what may mean either is refused.
+    RUN is a folder, or file:// and a path; RUN@SEQ is its checkpoint SEQ,
+    RUN@TAG the one that has this tag. Where a folder has such a name itself,
+    RUN/@SEQ is always the checkpoint and NAME@SEQ/ always the folder; what
+    may mean either is refused.
 """
 
 JSON = """
@@ -34,6 +35,12 @@ JSON_VALUES = """
     Numbers in JSON are exact: a float32 is written as the double that it
     equals. NaN and infinities are the texts "NaN", "Infinity" and
     "-Infinity"; a complex number is [real, imaginary].
+"""
+
+
+WRITES = """
+    A process that has the run open to save may not save any more after this:
+    it is told so, and is to be started again.
 """
 
 

@@ -14,8 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 import checkrun_format as crf
 from checkrun_format.interchange import RAW, export_checkpoint, import_file
-from checkrun_format.stores import open_store
-from checkrun_format.verify import verify_run
 
 WORDS = "embeddings.word_embeddings.weight"
 ROWS = np.array([0, 7, 8, 9, 12_345, 30_521])
@@ -95,5 +93,5 @@ def test_there_and_back(
     assert changed_rows(third.checkpoint, 2) == []
     again = import_file(altered, run, durable=False)
     assert (again.committed, again.checkpoint.sequence) == (False, 3)
-    assert verify_run(open_store(run)) == []
+    assert crf.open_run(run).verify() == []
     shutil.rmtree(folder)

@@ -18,8 +18,6 @@ from checkrun_format.errors import CheckrunError, DamagedError, InvalidInputErro
 from checkrun_format.interchange import KINDS, RAW, Imported, export_checkpoint, export_fused, import_file
 from checkrun_format.interchange.contents import Array
 from checkrun_format.quantize.minmax import minmax
-from checkrun_format.stores import open_store
-from checkrun_format.verify import verify_run
 
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "npz": ".npz"}
 
@@ -158,7 +156,7 @@ class TestWhatChanged:
         third = series.add({"emb": values})
         assert third.checkpoint.table("emb").stored_rows == 4  # over the base, as the policy says
         assert series.changed(2) == {"emb": [7, 8]}
-        assert verify_run(open_store(series.url)) == []
+        assert crf.open_run(series.url).verify() == []
 
     def test_nothing_changed(self, series: Series) -> None:
         arrays = {"emb": random(50), "dense": np.ones(3, np.float32)}
@@ -229,7 +227,7 @@ class TestWhatChanged:
         assert weight(wider.checkpoint, "emb3").tobytes() == random(30, dtype=np.float64).tobytes()
         flat = series.add({"emb": np.ones(30, np.float32), "emb3": random(30)})
         assert (flat.dropped, flat.checkpoint.tables, flat.checkpoint.tensors) == (["emb"], ["emb3"], ["emb"])
-        assert verify_run(open_store(series.url)) == []
+        assert crf.open_run(series.url).verify() == []
 
     def test_other_bits_store_the_table_anew(self, series: Series) -> None:
         values = random(40)
