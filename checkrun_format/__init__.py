@@ -18,11 +18,13 @@ from checkrun_format.errors import (
     CheckrunError,
     ConcurrentCommitError,
     DamagedError,
+    FallbackWarning,
     HistoryPrunedError,
     InvalidInputError,
     NotARunError,
     NotFoundError,
     PrunedError,
+    PruneWarning,
     RowNotFoundError,
     RunNotFoundError,
     StorageError,
@@ -33,15 +35,18 @@ from checkrun_format.errors import (
 from checkrun_format.forecast import SavePlan, TablePlanned
 from checkrun_format.manifest import Problem
 from checkrun_format.policy import Failures
+from checkrun_format.retention import Decision, Keep, Leftover, Plan
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, join_save
 from checkrun_format.state import ALL, INHERIT, State, Table
+from checkrun_format.verify import Audit
 from checkrun_format.versions import FORMAT_VERSION, __version__
 
 __all__ = [
     "ALL",
     "FORMAT_VERSION",
     "INHERIT",
+    "Audit",
     "BurntError",
     "BurntNumberWarning",
     "Changes",
@@ -50,12 +55,18 @@ __all__ = [
     "CheckrunError",
     "ConcurrentCommitError",
     "DamagedError",
+    "Decision",
     "Failures",
+    "FallbackWarning",
     "HistoryPrunedError",
     "InvalidInputError",
+    "Keep",
+    "Leftover",
     "NotARunError",
     "NotFoundError",
+    "Plan",
     "Problem",
+    "PruneWarning",
     "PrunedError",
     "RowNotFoundError",
     "Run",

@@ -74,7 +74,19 @@ class History:
 
     def latest(self, *, skip_damaged: bool = False) -> int | None:
         """The highest committed number (HEA-5, COM-5)."""
-        passed: list[int] = []
+        before: dict[int, Pruned | Burnt | None] | None = None
+        while True:
+            latest, passed = self._latest(skip_damaged=skip_damaged)
+            # Pruning keeps the latest checkpoint: one that is pruned was the latest no more, so look again.
+            if passed == before or not any(isinstance(occupant, Pruned) for occupant in passed.values()):
+                where = "no checkpoint was committed" if latest is None else f"the latest checkpoint is {latest}"
+                _warn_of_burnt([number for number, occupant in passed.items() if isinstance(occupant, Burnt)], where)
+                return latest
+            before = passed
+
+    def _latest(self, *, skip_damaged: bool) -> tuple[int | None, dict[int, Pruned | Burnt | None]]:
+        """The highest committed number, and what occupies those above it."""
+        passed: dict[int, Pruned | Burnt | None] = {}
         for number in reversed(self.numbers()):
             try:
                 occupant = self.occupant(number)
@@ -83,12 +95,9 @@ class History:
                     raise _explained(error, number) from error
                 continue
             if isinstance(occupant, Commit):
-                _warn_of_burnt(passed, f"the latest checkpoint is {number}")
-                return number
-            if isinstance(occupant, Burnt):
-                passed.append(number)
-        _warn_of_burnt(passed, "no checkpoint was committed")
-        return None
+                return number, passed
+            passed[number] = occupant
+        return None, passed
 
     def get(self, sequence: int) -> StoredCheckpoint:
         """A committed checkpoint.
@@ -103,6 +112,11 @@ class History:
                 if len(self._checkpoints) > _KEPT:
                     self._checkpoints.popitem(last=False)
             return self._checkpoints[sequence]
+
+    def forget(self, sequence: int) -> None:
+        """Keep no more what was read of a checkpoint: it has been pruned."""
+        with self._lock:
+            self._checkpoints.pop(sequence, None)
 
     def _read(self, sequence: int) -> StoredCheckpoint:
         key = layout.commit_key(sequence)

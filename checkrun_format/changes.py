@@ -15,9 +15,8 @@ from checkrun_format.blocks import EncodedField
 from checkrun_format.chain import History
 from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import Layers, as_stored, fill, live_keys, pieces, stored_ids, tombstones
+from checkrun_format.resolver import Layers, as_stored, live_keys, pieces, read_rows, stored_ids, tombstones
 from checkrun_format.rows import Ids, WantedIds, is_in_sorted
-from checkrun_format.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +195,7 @@ def _table_batches(layers: Layers, found: _Found, max_bytes: int, *, raw: bool) 
     live = live_keys(layers) if entry.addressing == "keyed" else None
     rows, deleted = _split(found, entry.rows, live)
     if not rows.size and (deleted.size or found.everything or found.full):
-        yield _batch(entry, rows, {} if raw else read_fields(layers, WantedIds(rows)), deleted)
+        yield _batch(entry, rows, {} if raw else read_rows(layers, WantedIds(rows), layers[0][1].fields), deleted)
     width = sum(dtypes.logical(f.dtype).itemsize * (f.columns or 1) for f in entry.fields) + 8
     step = max(1, max_bytes // width)
     for start in range(0, rows.size, step):
@@ -212,7 +211,7 @@ def _batch(entry: TableEntry, rows: Ids, fields: dict[str, Any], deleted: Ids) -
 
 
 def _decoded(layers: Layers, rows: Ids) -> Iterator[tuple[Ids, dict[str, Any]]]:
-    yield rows, read_fields(layers, WantedIds(rows))
+    yield rows, read_rows(layers, WantedIds(rows), layers[0][1].fields)
 
 
 def _stored(layers: Layers, rows: Ids) -> Iterator[tuple[Ids, dict[str, Any]]]:
@@ -250,14 +249,3 @@ def _split(found: _Found, rows: int | None, live: Ids | None) -> tuple[Ids, Ids]
         return live, touched[:0]
     lives = is_in_sorted(touched, live)
     return touched[lives], touched[~lives]
-
-
-def read_fields(layers: Layers, wanted: WantedIds) -> dict[str, npt.NDArray[Any]]:
-    """All fields of the wanted rows, in new arrays."""
-    out = {
-        f.name: np.empty((len(wanted), f.columns) if f.columns else len(wanted), dtypes.logical(f.dtype))
-        for f in layers[0][1].fields
-    }
-    with Workers(layers[0][0].store.parallel) as workers:
-        fill(layers, wanted, out, {f.name: (0, f.columns or 1) for f in layers[0][1].fields}, workers)
-    return out

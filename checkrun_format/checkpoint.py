@@ -15,7 +15,7 @@ from checkrun_format.changes import Changes, changes
 from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFoundError
 from checkrun_format.manifest import Commit, Field
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import fill, live_keys
+from checkrun_format.resolver import Layers, fill, live_keys
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
 from checkrun_format.state import ArrayLike, State, Table
 from checkrun_format.workers import Workers
@@ -58,6 +58,10 @@ class TableView:
         """Rows that this checkpoint itself stores."""
         return self._stored.stored_rows(self.name)
 
+    def layers(self) -> Layers:
+        """The layers of the table, newest first (9.3); for tools that read rows as they are stored."""
+        return self._history.layers(self._stored, self.name)
+
     def keys(self) -> npt.NDArray[Any]:
         """The live keys of a keyed table, ascending as signed int64; int64 or uint64 (n,)."""
         if self._entry.addressing != "keyed":
@@ -66,7 +70,7 @@ class TableView:
 
     @functools.cached_property
     def _live_keys(self) -> Ids:
-        return live_keys(self._history.layers(self._stored, self.name))
+        return live_keys(self.layers())
 
     def __len__(self) -> int:
         return len(self._live_keys) if self._entry.rows is None else self._entry.rows
@@ -154,7 +158,7 @@ class TableView:
     ) -> dict[str, npt.NDArray[Any]]:
         cut = {f.name: _columns(f, columns) for f in self._chosen(_names(names, out))}
         arrays = self._fresh(cut, len(wanted)) if out is None else self._targets(out, len(wanted), cut)
-        layers = self._history.layers(self._stored, self.name) if len(wanted) else []
+        layers = self.layers() if len(wanted) else []
         if layers and self._workers is not None:
             fill(layers, wanted, arrays, cut, self._workers)
         elif layers:
@@ -276,6 +280,11 @@ class Checkpoint:
     def tensors(self) -> list[str]:
         """Names of the dense tensors."""
         return [entry.name for entry in self._stored.manifest.tensors]
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Logical dtype and shape of each dense tensor."""
+        return {entry.name: (entry.dtype, tuple(entry.shape)) for entry in self._stored.manifest.tensors}
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """One dense tensor, as a new array."""

@@ -112,6 +112,15 @@ def _create(store: Store, claim: Claim, document: bytes) -> None:
         raise NumberTakenError(attempt, what) from error
 
 
+def taken(store: Store, claim: Claim) -> NumberTakenError | None:
+    """Who holds the claimed number by now, None if it is free, as far as the store tells."""
+    try:
+        found = store.get(layout.commit_key(claim.sequence))
+    except CheckrunError:
+        return None
+    return None if found is None else NumberTakenError(*_describe(found, claim.sequence))
+
+
 def _describe(data: bytes | None, sequence: int) -> tuple[str | None, str]:
     if data is None:
         return None, "an object that is gone again"

@@ -135,3 +135,11 @@ class StorageError(CheckrunError, OSError):
 
 class BurntNumberWarning(UserWarning):
     """Numbers above the latest checkpoint are occupied by objects that are no commits."""
+
+
+class FallbackWarning(UserWarning):
+    """A restore passed over newer checkpoints, because they are damaged."""
+
+
+class PruneWarning(UserWarning):
+    """A prune in the background failed; nothing that it should keep is touched, and the next one goes on."""

@@ -13,12 +13,16 @@ CONVENTION = {"uuid": "d5df0d53-d446-49ad-a4cd-95a3e6d6a63f", "name": "checkrun"
 """The entry of `zarr_conventions` by which this format is known (DOC-3)."""
 
 RUN_KEY = "zarr.json"
+TAGS = "tags"
+"""Prefix of all tags."""
 MAX_SEQUENCE = 2**53 - 1
 MAX_COMMIT_BYTES = 8192
 MAX_INLINE_EXTRA = 64 * 1024
 
 _SEQUENCE = re.compile(r"[0-9]{8}|[1-9][0-9]{8,15}")
+_ATTEMPT = re.compile(r"[0-9a-f]{16,64}")
 _FIELD = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_TAG = re.compile(r"(?![0-9]+\Z)[a-z0-9][a-z0-9._-]{0,63}")
 _DIMENSIONS = {"codes": "byte", "qparams": "qparam"}
 
 
@@ -42,6 +46,36 @@ def commit_key(sequence: int) -> str:
 def attempt_prefix(sequence: int, attempt: str) -> str:
     """Prefix of all objects of one attempt, without a slash at its end."""
     return f"{folder(sequence)}/{attempt}"
+
+
+def is_attempt(name: str) -> bool:
+    """Whether a name is that of an attempt (TRE-2)."""
+    return _ATTEMPT.fullmatch(name) is not None
+
+
+def tag_key(name: str) -> str:
+    """Key of a tag (TAG-1)."""
+    return f"{TAGS}/{name}.json"
+
+
+def parse_tag_key(key: str) -> str | None:
+    """The name of the tag that a key is of, None for a stranger (TAG-1)."""
+    name = key.removeprefix(f"{TAGS}/").removesuffix(".json")
+    return name if key == tag_key(name) and is_tag(name) else None
+
+
+def is_tag(name: str) -> bool:
+    """Whether a text may be the name of a tag (TAG-1)."""
+    return _TAG.fullmatch(name) is not None
+
+
+def check_tag_name(name: object) -> str:
+    """Accept the name of a tag (TAG-1), or raise InvalidInputError."""
+    if not isinstance(name, str) or not is_tag(name):
+        raise InvalidInputError(
+            f"tag name {name!r}: give 1 to 64 of a-z 0-9 . _ - that begin with a letter or digit and are no number"
+        )
+    return name
 
 
 def part_file(writer: int) -> str:

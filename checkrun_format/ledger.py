@@ -62,7 +62,7 @@ class Ledger:
         self.settled: dict[str, list[FieldPlan]] = {}
         self.lossy: set[str] = set()
         self._layers: dict[int, dict[str, Touched]] = {}
-        self._met: dict[int, Commit] = {}
+        self._ours: dict[int, Commit] = {}
 
     def copy(self) -> Ledger:
         """Books of the same content, to be written into without consequences."""
@@ -145,10 +145,10 @@ class Ledger:
             met[below.sequence] = below
             number = below.predecessor if below.rollback_to is None else below.rollback_to
             try:
-                below = None if number is None else self._met.get(number) or self._history.get(number).commit
+                below = None if number is None else self._ours.get(number) or self._history.get(number).commit
             except CheckrunError:
                 break  # pruned or damaged: what is left of the history decides
-        self._met = met
+        self._ours = met
         return [c for c in reversed(met.values()) if c.rollback_to is None and c.policy.name != TAKEOVER]
 
     # What changed -----------------------------------------------------------------------------------------------------
@@ -220,6 +220,16 @@ class Ledger:
         self.settled, self.lossy = {}, set()
         self.attempts = dict.fromkeys(self.attempts, False)
 
+    def compared_with(self, sequence: int, settled: Mapping[str, list[FieldPlan]]) -> None:
+        """The state was compared with a checkpoint and equals it but for rows that the next save names (HEA-2).
+
+        It equals what was encoded, not what is read: of tables that are not settled, any row may get other bits.
+        """
+        self.origin, self.pending, self._layers = sequence, {}, {}
+        names = {entry.name for entry in self._history.get(sequence).manifest.tables}
+        self.settled, self.lossy = dict(settled), names - settled.keys()
+        self.attempts = dict.fromkeys(self.attempts, False)
+
     def as_before(self, name: str, plans: Sequence[FieldPlan]) -> list[FieldPlan] | None:
         """The plans by which a table is encoded to the same bits as before; None if that cannot be."""
         settled = self.settled.get(name)
@@ -263,3 +273,4 @@ class Ledger:
         if committed.restores > (0 if self.latest is None else self.latest.restores):
             self.restored = False
         self.head, self.latest = committed.sequence, committed
+        self._ours[committed.sequence] = committed

@@ -24,6 +24,7 @@ Sequence53 = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_SEQUENCE)]
 # Python's `$` also matches before a newline at the end: `(?!\n)` makes it mean what JSON Schema means.
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}(?!\n)$")]
 Attempt = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16,64}(?!\n)$")]
+TagName = Annotated[str, msgspec.Meta(pattern=r"^(?![0-9]+$)[a-z0-9][a-z0-9._-]{0,63}(?!\n)$")]
 Version = Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(?!\n)$")]
 FieldName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}(?!\n)$")]
 Columns = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -89,6 +90,15 @@ class Pruned(Record, frozen=True, kw_only=True):
 
     kind: Literal["pruned"]
     format_version: Version
+    sequence: Sequence53
+
+
+class Tag(Record, frozen=True, kw_only=True):
+    """`tags/<name>.json`: a name of a checkpoint (5.6)."""
+
+    kind: Literal["tag"]
+    format_version: Version
+    name: TagName
     sequence: Sequence53
 
 
@@ -223,6 +233,7 @@ DOCUMENTS: dict[str, type[Record]] = {
     "pruned": Pruned,
     "manifest": Manifest,
     "parts": PartFile,
+    "tag": Tag,
 }
 """Document name -> its record. `spec/schemas/<name>.schema.json` describes each."""
 
@@ -327,6 +338,23 @@ def parse_occupant(data: bytes, sequence: int) -> Commit | Pruned | Burnt:
         versions.check_features(record.requires, f"checkpoint {sequence}")
         _check_order(record, place)
     return record
+
+
+def parse_tag(data: bytes, name: str) -> Tag:
+    """Parse `tags/<name>.json` (5.6).
+
+    Raises
+    ------
+    DamagedError, UnsupportedVersionError
+    """
+    place = layout.tag_key(name)
+    kind = _kind_of(data, place)
+    if kind != "tag":
+        raise DamagedError(place, f"its kind is {kind!r}, not 'tag'")
+    tag: Tag = _decode("tag", data, place)
+    if tag.name != name:
+        raise DamagedError(place, f"it says name {tag.name!r}")
+    return tag
 
 
 def _is_burnt(data: bytes) -> bool:

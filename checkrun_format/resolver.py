@@ -281,6 +281,15 @@ def fill(
             workers.run(length(piece.positions) * piece.block.row_bytes(f), task)
 
 
+def read_rows(layers: Layers, wanted: Wanted, fields: Sequence[Field]) -> dict[str, npt.NDArray[Any]]:
+    """The wanted rows of some fields, in new arrays."""
+    count = len(wanted)
+    out = {f.name: np.empty((count, f.columns) if f.columns else count, dtypes.logical(f.dtype)) for f in fields}
+    with Workers(layers[0][0].store.parallel) as workers:
+        fill(layers, wanted, out, {f.name: (0, f.columns or 1) for f in fields}, workers)
+    return out
+
+
 def _fill_field(
     piece: Piece, f: Any, field: Field, start: int, out: npt.NDArray[Any], columns: tuple[int, int]
 ) -> None:

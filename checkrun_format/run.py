@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, SupportsFloat
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Self, SupportsFloat
 
 import numpy as np
 
 from checkrun_format import layout
+from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError
+from checkrun_format.errors import (
+    CheckpointNotFoundError,
+    DamagedError,
+    FallbackWarning,
+    InvalidInputError,
+    NotARunError,
+    PrunedError,
+)
 from checkrun_format.forecast import SavePlan
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
+from checkrun_format.pruning import Pruner, Pruning
+from checkrun_format.retention import Keep, Plan
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
 from checkrun_format.state import State
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
-from checkrun_format.verify import verify_checkpoint, verify_run
+from checkrun_format.tags import Tags
+from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
 from checkrun_format.versions import FORMAT_VERSION
 from checkrun_format.writer import CHUNK_BYTES
 
 _REQUIRED: Final = object()
+_LOG = logging.getLogger("checkrun_format")
 
 
 def open_run(
@@ -39,6 +54,7 @@ def open_run(
     chunk_bytes: int = CHUNK_BYTES,
     durable: bool = True,
     takeover: bool = False,
+    keep: Keep | None = None,
 ) -> Run:
     """Open a run.
 
@@ -66,6 +82,9 @@ def open_run(
     takeover : bool
         Commit an unchanged checkpoint at once, so that another process that still writes this run finds its number
         taken.
+    keep : Keep
+        After each commit, prune what these rules do not keep, in the background. By default nothing is ever removed.
+        Who follows a run by `changes_since` has to keep up: what changed across a pruned checkpoint is not known.
 
     Raises
     ------
@@ -75,10 +94,12 @@ def open_run(
         raise InvalidInputError(f"mode {mode!r}; 'r' to read, 'a' to save too")
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
+    if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
+        raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable)
     options = Options(base_rule=BaseRule(policy=policy, every=every), rule=rule, chunk_bytes=chunk_bytes)
-    run = Run(store, mode, options)
+    run = Run(store, mode, options, keep)
     if takeover:
         run.take_over()
     return run
@@ -100,7 +121,7 @@ def _create_run(store: Store) -> None:
 class Run:
     """One training history; from `open_run`."""
 
-    def __init__(self, store: Store, mode: str, options: Options) -> None:
+    def __init__(self, store: Store, mode: str, options: Options, keep: Keep | None = None) -> None:
         self._store = store
         self._history = History(store)
         if mode == "a":
@@ -108,9 +129,22 @@ class Run:
         self._history.check_run()
         self._mode = mode
         self._writing = Saver(store, self._history, options) if mode == "a" else None
+        self._keep = keep
+        self._pruner = None if keep is None else Pruner(self._history, keep)
 
     def __repr__(self) -> str:
         return f"<run {self._store.url}, mode {self._mode!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a prune that goes on in the background, and warn of one that failed; there is no more to it."""
+        if self._pruner is not None:
+            self._pruner.settle()
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -160,7 +194,11 @@ class Run:
     def log(self) -> Iterator[Checkpoint]:
         """The checkpoints from the lowest number to the highest; reads commits only, so that MAN-1 is not checked."""
         for commit_record in self._history.commits():
-            yield Checkpoint(self._history, self._history.get(commit_record.sequence))
+            try:
+                stored = self._history.get(commit_record.sequence)
+            except PrunedError:
+                continue  # since it was listed
+            yield Checkpoint(self._history, stored)
 
     def follow(
         self, since: int | None = None, *, poll: float = 30.0, stop: threading.Event | None = None
@@ -194,22 +232,33 @@ class Run:
     def _followed(self, held: int, poll: float, stop: threading.Event) -> Iterator[Checkpoint]:
         while not stop.is_set():
             number = self._history.latest()
-            if number is not None and number > held:
-                held = number
-                yield self[number]
-            else:
+            if number is None or number <= held:
                 stop.wait(poll)
+                continue
+            with contextlib.suppress(PrunedError):  # there are newer ones already
+                yield self[number]
+                held = number
 
     def load(self, **options: Any) -> State:
         """Read the latest checkpoint; options as of `Checkpoint.load`. Does not count as a restore."""
         state: State = self.latest().load(**options)
         return state
 
-    def verify(self, sequence: int | None = None) -> list[Problem]:
-        """Every problem of the run, or of one checkpoint; an empty list if there is none."""
+    def verify(self, sequence: int | None = None, *, fast: bool = False) -> list[Problem]:
+        """Every problem of the run, or of one checkpoint; an empty list if there is none.
+
+        Parameters
+        ----------
+        fast : bool
+            Only look whether all objects are there, and read documents; no values.
+        """
         if sequence is None:
-            return verify_run(self._store)
-        return verify_checkpoint(self._store, sequence)
+            return self.audit(fast=fast).problems
+        return verify_checkpoint(self._store, sequence, fast=fast)
+
+    def audit(self, *, fast: bool = False) -> Audit:
+        """Every problem of the run, which checkpoints they affect, and which are safe; options as of `verify`."""
+        return verify_run(self._store, fast=fast)
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -293,6 +342,7 @@ class Run:
         *,
         out: State | None = None,
         skip_damaged: bool = False,
+        fallback: bool = False,
     ) -> State:
         """Read a checkpoint and make it the origin of this run's next saves; counts as a restore.
 
@@ -302,15 +352,65 @@ class Run:
             By default the latest. After restoring an older one, the next save is a base.
         out : State
             Existing arrays to read into, as of `Checkpoint.load`.
+        skip_damaged : bool
+            Pass over damaged commits above the latest readable one, as of `latest`.
+        fallback : bool
+            Verify, and take the newest checkpoint whose whole chain is sound. Those that it passes over are named in a
+            FallbackWarning and in the log.
+
+        Raises
+        ------
+        DamagedError
+            Of what is read something is damaged; with `fallback`, no checkpoint is sound.
         """
+        if fallback and checkpoint is not None:
+            raise InvalidInputError("fallback=True looks for the checkpoint itself: give no number")
         saver = self._saver
         with saver.lock:
             if isinstance(checkpoint, Checkpoint):
                 checkpoint = checkpoint.sequence
-            chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
+            if fallback:
+                chosen = self._newest_sound()
+            else:
+                chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
             state: State = chosen.load(out=out)
             saver.ledger.restored_from(chosen.sequence)
             return state
+
+    def continue_from(
+        self, checkpoint: int | Checkpoint, *, settled: Mapping[str, Sequence[FieldPlan]] | None = None
+    ) -> None:
+        """Make a checkpoint the origin of the next save without reading it; for a state that was compared with it.
+
+        Counts as no restore. The next save must name every row that differs, and of quantized fields every row that
+        would be encoded to other bits than it is stored in.
+
+        Parameters
+        ----------
+        checkpoint : number or Checkpoint
+            After any but the latest, the next save is a base.
+        settled : mapping
+            Tables of which every other row is known to encode to the bits that are stored, and by which plans:
+            only of these are rows that are stored again, but did not change, not told as changed.
+        """
+        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
+        with self._saver.lock:
+            plans = {name: list(fields) for name, fields in (settled or {}).items()}
+            self._saver.ledger.compared_with(self[sequence].sequence, plans)
+
+    def _newest_sound(self) -> Checkpoint:
+        number, passed = newest_sound(self._store)
+        told = "; ".join(f"{n}: {p.kind}: {p.place}: {p.message}" for n, p in passed.items())
+        if number is None and passed:
+            newest = passed[max(passed)]
+            raise DamagedError(newest.place, f"no checkpoint of {self.url} is sound. {told}")
+        if number is None:
+            raise CheckpointNotFoundError(f"{self.url} has no checkpoint yet")
+        if passed:
+            message = f"restoring checkpoint {number}; newer ones are not sound and are passed over: {told}"
+            _LOG.warning("%s", message)
+            warnings.warn(message, FallbackWarning, stacklevel=3)
+        return self[number]
 
     def rollback(self, sequence: int) -> Checkpoint:
         """Commit a checkpoint with the state of an earlier one, so that the latest is always the one to resume from.
@@ -333,6 +433,85 @@ class Run:
         with self._saver.lock:
             return None if self._saver.ledger.latest is None else self._committed(self._saver.take_over())
 
+    # Retention --------------------------------------------------------------------------------------------------------
+
+    def tags(self) -> dict[str, int]:
+        """Name to number of every tag, by name.
+
+        Raises
+        ------
+        DamagedError
+            A tag cannot be read.
+        """
+        return Tags(self._history).read()
+
+    def tag(self, name: str, checkpoint: int | Checkpoint) -> None:
+        """Name a checkpoint; no prune removes one that has a name. A name that was another's moves.
+
+        Parameters
+        ----------
+        name : str
+            1 to 64 of `a-z 0-9 . _ -`, the first a letter or digit; no number.
+
+        Raises
+        ------
+        InvalidInputError, CheckpointNotFoundError, PrunedError, BurntError, DamagedError
+            There is no such checkpoint, or its chain is not whole.
+        """
+        self._check_may_write()
+        number = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else _checked_number(checkpoint, "tag")
+        Tags(self._history).put(name, number)
+
+    def untag(self, name: str) -> None:
+        """Forget a name; the checkpoint itself stays until a prune.
+
+        Raises
+        ------
+        NotFoundError
+        """
+        self._check_may_write()
+        Tags(self._history).delete(name)
+
+    def plan_prune(self, keep: Keep | None = None, *, abandoned: dt.timedelta | float | None = None) -> Plan:
+        """What a prune would remove, what would stay and why; writes nothing.
+
+        Parameters
+        ----------
+        keep : Keep
+            By default that of `open_run`.
+        abandoned : timedelta or seconds
+            Remove also attempts at numbers that are free or burnt, if nothing of them was written for so long. The save
+            that writes one may still be going on: choose more than any save takes.
+
+        Raises
+        ------
+        InvalidInputError, DamagedError
+        """
+        chosen = self._keep if keep is None else keep
+        if not isinstance(chosen, Keep):
+            raise InvalidInputError(f"keep={chosen!r}; give a checkrun_format.Keep")
+        return Pruning(self._history).plan(chosen, abandoned=abandoned)
+
+    def prune(self, plan: Plan) -> None:
+        """Carry out a plan of `plan_prune`.
+
+        Safe while others read, save, tag and prune. When it is interrupted, what should stay is whole, and the next
+        prune removes the rest.
+
+        Raises
+        ------
+        InvalidInputError
+            Something was committed or tagged since that needs what the plan removes: plan again.
+        """
+        self._check_may_write()
+        if not isinstance(plan, Plan):
+            raise InvalidInputError(f"a {type(plan).__name__} where a plan of plan_prune() belongs")
+        Pruning(self._history).prune(plan)
+
+    def _check_may_write(self) -> None:
+        if self._writing is None:
+            raise InvalidInputError("the run is open for reading; mode='a' is for tags and prunes, too")
+
     @property
     def _saver(self) -> Saver:
         if self._writing is None:
@@ -342,7 +521,10 @@ class Run:
         return self._writing
 
     def _committed(self, commit: Commit) -> Checkpoint:
-        return self[commit.sequence]
+        checkpoint = self[commit.sequence]
+        if self._pruner is not None:
+            self._pruner.start()
+        return checkpoint
 
 
 def _checked_number(sequence: object, call: str) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,9 +17,26 @@ from checkrun_format import layout
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History, same_kind
 from checkrun_format.chunks import ChunkReader
-from checkrun_format.commit import Claim, Content, NumberTakenError, check_objects, commit, lost_to, open_attempt, seal
+from checkrun_format.commit import (
+    Claim,
+    Content,
+    NumberTakenError,
+    check_objects,
+    commit,
+    lost_to,
+    open_attempt,
+    seal,
+    taken,
+)
 from checkrun_format.compaction import copy_table
-from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError
+from checkrun_format.errors import (
+    CheckrunError,
+    ConcurrentCommitError,
+    DamagedError,
+    InvalidInputError,
+    PrunedError,
+    StorageError,
+)
 from checkrun_format.forecast import Forecaster, SavePlan, Scale, TablePlanned
 from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
@@ -392,29 +410,41 @@ class Saver:
     ) -> Commit:
         """Decide, stage, commit at the next number; again at the one after, if an earlier attempt of ours holds it."""
         while True:
-            decided = decide()
             claim = Claim.of(self.ledger.head + 1)
             try:
-                group_bytes = open_attempt(self._store, claim)
-                part_lists, content = write(claim, decided)
-                document = seal(self._store, claim, content, part_lists, group_bytes)
+                with self._losing(claim):
+                    decided = decide()
+                    group_bytes = open_attempt(self._store, claim)
+                    part_lists, content = write(claim, decided)
+                    document = seal(self._store, claim, content, part_lists, group_bytes)
             except BaseException:
                 self._discard(claim)
                 raise
             self.ledger.attempts[claim.attempt] = is_save
             try:
                 return commit(self._store, claim, document)
-            except NumberTakenError as taken:
+            except NumberTakenError as loss:
                 self._discard(claim)
-                self._adopt_or_lose(claim, taken)
+                self._adopt_or_lose(claim, loss)
 
-    def _adopt_or_lose(self, claim: Claim, taken: NumberTakenError) -> None:
+    @contextlib.contextmanager
+    def _losing(self, claim: Claim) -> Iterator[None]:
+        """Where a save fails whose number is taken by now, say so: its objects or its chain may have been pruned."""
+        try:
+            yield
+        except (PrunedError, DamagedError, StorageError):
+            loss = taken(self._store, claim)
+            if loss is not None:
+                self._adopt_or_lose(claim, loss)
+            raise
+
+    def _adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
         """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
-        if taken.attempt in self.ledger.attempts:
+        if loss.attempt in self.ledger.attempts:
             self.ledger.landed(self._history.get(claim.sequence).commit)
             return
-        self.ledger.lost = str(lost_to(claim, taken))
-        raise lost_to(claim, taken) from taken
+        self.ledger.lost = str(lost_to(claim, loss))
+        raise lost_to(claim, loss) from loss
 
     def _discard(self, claim: Claim) -> None:
         """Remove what an attempt stored that is not committed and never will be."""
@@ -442,7 +472,7 @@ class Saver:
         group_bytes = open_attempt(self._store, claim)
 
         def finish(part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any) -> Any:
-            with self.lock:
+            with self.lock, self._losing(claim):
                 return commit_staged(part_lists, unchanged, dropped, extra)
 
         def commit_staged(
@@ -466,12 +496,12 @@ class Saver:
             self._check_rows(claim, document, below)
             try:
                 committed = commit(self._store, claim, document)
-            except NumberTakenError as taken:
-                self._adopt_or_lose(claim, taken)
+            except NumberTakenError as loss:
+                self._adopt_or_lose(claim, loss)
                 raise ConcurrentCommitError(
                     f"number {claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
                     "begin the save anew"
-                ) from taken
+                ) from loss
             self.ledger.saved(committed)
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
             return finished(committed)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,30 +21,147 @@ import numpy as np
 from checkrun_format import layout, packing
 from checkrun_format.chain import History
 from checkrun_format.chunks import ChunkReader, object_names
-from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError
-from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, TableEntry
+from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError, PrunedError
+from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, Pruned, TableEntry
 from checkrun_format.reader import Block, Part, StoredCheckpoint
 from checkrun_format.resolver import live_keys, pieces
 from checkrun_format.rows import WantedIds, WantedRange
 from checkrun_format.stores import Store
+from checkrun_format.tags import Tags
 from checkrun_format.writer import objects_of
 
+HARMLESS = frozenset({"litter", "burnt"})
+"""Kinds of problems that keep no checkpoint from being read."""
 
-def verify_run(store: Store) -> list[Problem]:
-    """Every problem of a run."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What a run was found to be.
+
+    Attributes
+    ----------
+    problems : list of Problem
+        All of them.
+    safe : list of int
+        The checkpoints that are sound, and so are those that they need.
+    affected : dict
+        For each other one, and for each number that may have been one, the number at which its chain is not sound.
+    """
+
+    problems: list[Problem]
+    safe: list[int]
+    affected: dict[int, int]
+
+
+def verify_run(store: Store, *, fast: bool = False) -> Audit:
+    """Every problem of a run, and which checkpoints they affect.
+
+    Parameters
+    ----------
+    fast : bool
+        Only read documents and list objects: presence and sizes, no values.
+    """
     history = History(store)
     problems = _caught(history.check_run, layout.RUN_KEY)
+    unsound = set()
     for number in history.numbers():
-        problems += _number(history, number)
+        found = _number(history, number, fast=fast)
+        problems += found
+        if is_unsound(found):
+            unsound.add(number)
+    problems += verify_tags(store)
+    safe, affected = judge(store, unsound)
+    return Audit(problems=problems, safe=safe, affected=affected)
+
+
+def verify_checkpoint(store: Store, sequence: int, *, fast: bool = False) -> list[Problem]:
+    """Every problem of one number: of what occupies it, and of what lies beside that."""
+    return _number(History(store), sequence, fast=fast)
+
+
+def verify_tags(store: Store) -> list[Problem]:
+    """Every problem of the tags of a run (TAG-1, TAG-2)."""
+    tags = Tags(History(store))
+    problems = []
+    for key in sorted(store.list(layout.TAGS)):
+        name = layout.parse_tag_key(key)
+        if name is None:
+            problems.append(Problem(place=key, kind="litter", message="no tag has such a name"))
+        else:
+            problems += _caught(partial(tags.check, name), key)
     return problems
 
 
-def verify_checkpoint(store: Store, sequence: int) -> list[Problem]:
-    """Every problem of one number: of what occupies it, and of what lies beside that."""
-    return _number(History(store), sequence)
+def is_unsound(problems: Iterable[Problem]) -> bool:
+    """Whether problems of a number keep it from being read."""
+    return any(problem.kind not in HARMLESS for problem in problems)
 
 
-def _number(history: History, sequence: int) -> list[Problem]:
+def judge(store: Store, unsound: AbstractSet[int]) -> tuple[list[int], dict[int, int]]:
+    """The checkpoints that are safe, and for each other number where its chain is not sound."""
+    affected = {number: number for number in sorted(unsound)}
+    safe = []
+    for number in (history := History(store)).numbers():
+        occupant = _occupant(history, number)
+        if isinstance(occupant, Commit) and number not in affected:
+            if occupant.parent in affected:
+                affected[number] = affected[occupant.parent]
+            else:
+                safe.append(number)
+    return safe, dict(sorted(affected.items()))
+
+
+def newest_sound(store: Store) -> tuple[int | None, dict[int, Problem]]:
+    """The newest checkpoint whose whole chain verifies, and for each newer one what is wrong with it.
+
+    What this library cannot read for another reason than damage is not passed over.
+    """
+    history, known, passed = History(store), dict[int, Problem | None](), dict[int, Problem]()
+    for number in reversed(history.numbers()):
+        try:
+            occupant = history.occupant(number)
+        except DamagedError as error:
+            passed[number] = _problem(error, error.place)
+            continue
+        if not isinstance(occupant, Commit):
+            continue
+        problem = _problem_of_chain(history, occupant, known)
+        if problem is None:
+            return number, passed
+        passed[number] = problem
+    return None, passed
+
+
+def _problem_of_chain(history: History, commit: Commit | None, known: dict[int, Problem | None]) -> Problem | None:
+    """The first thing that is wrong in a chain; `known` are those found in numbers that were looked at."""
+    while commit is not None:
+        number = commit.sequence
+        if number not in known:
+            found = (problem for problem in _number(history, number) if problem.kind in ("damaged", "pruned"))
+            known[number] = next(found, None)
+        if known[number] is not None or commit.parent is None:
+            return known[number]
+        below = history.occupant(commit.parent)
+        commit = below if isinstance(below, Commit) else None
+    return None
+
+
+def _number(history: History, sequence: int, *, fast: bool = False) -> list[Problem]:
+    problems = _problems(history, sequence, fast=fast)
+    if is_unsound(problems) and isinstance(_occupant(history, sequence), Pruned):
+        return []  # meanwhile
+    return problems
+
+
+def _occupant(history: History, sequence: int) -> Commit | Pruned | Burnt | None:
+    """What occupies a number, None also if that cannot be read."""
+    try:
+        return history.occupant(sequence)
+    except CheckrunError:
+        return None
+
+
+def _problems(history: History, sequence: int, *, fast: bool) -> list[Problem]:
     key = layout.commit_key(sequence)
     try:
         occupant = history.occupant(sequence)
@@ -51,9 +169,12 @@ def _number(history: History, sequence: int) -> list[Problem]:
         return [_problem(error, key)]
     listing = history.store.list(layout.folder(sequence))
     if isinstance(occupant, Commit):
-        stored = history.get(sequence)
+        try:
+            stored = history.get(sequence)
+        except PrunedError as error:  # since
+            return [_problem(error, key)]
         below = _caught(lambda: history.parent(stored), key) or _caught(lambda: _predecessor(history, stored), key)
-        return below + list(_checkpoint(history, stored, listing))
+        return below + list(_checkpoint(history, stored, listing, fast=fast))
     problems = [Problem(place=name, kind="litter", message="no checkpoint needs it") for name in listing if name != key]
     if isinstance(occupant, Burnt):
         problems.append(Problem(place=key, kind="burnt", message="it is no commit: the number is burnt"))
@@ -68,7 +189,9 @@ def _predecessor(history: History, stored: StoredCheckpoint) -> None:
         next(itertools.islice(history.predecessors(stored, 0), 1, None), None)
 
 
-def _checkpoint(history: History, stored: StoredCheckpoint, listing: dict[str, int]) -> Iterator[Problem]:
+def _checkpoint(
+    history: History, stored: StoredCheckpoint, listing: dict[str, int], *, fast: bool
+) -> Iterator[Problem]:
     documents = _caught(lambda: stored.manifest, stored.place("manifest.json"))
     documents += [] if documents else _caught(stored.stored_parts, stored.place("parts"))
     yield from documents
@@ -76,6 +199,9 @@ def _checkpoint(history: History, stored: StoredCheckpoint, listing: dict[str, i
         return
     files = [stored.part_file(writer) for writer in range(len(stored.manifest.writers))]
     yield from _objects(stored, files, listing)
+    if fast:
+        return
+    yield from _groups(stored, files)
     for document in files:
         yield from _part_file(stored, document)
     place = stored.place("manifest.json")
@@ -102,6 +228,9 @@ def _objects(stored: StoredCheckpoint, files: list[PartFile], listing: dict[str,
     if size != stored.commit.stored_bytes:
         message = f"the objects take {size} bytes, stored_bytes says {stored.commit.stored_bytes}"
         yield Problem(place=layout.commit_key(stored.commit.sequence), kind="damaged", message=message)
+
+
+def _groups(stored: StoredCheckpoint, files: list[PartFile]) -> Iterator[Problem]:
     groups = [layout.block_group(d.writer, b) for d in files for b in range(len(d.blocks))]
     groups += [layout.dense_group(d.writer) for d in files if d.dense]
     for group in ["", *(f"{name}/" for name in groups)]:

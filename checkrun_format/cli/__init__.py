@@ -2,8 +2,8 @@
 
 Beside them what they share: `address` (which run, checkpoint, rows), `census` and `lineage` (what the commits of a run
 say), `description` (what the documents of a checkpoint say), `values` and `salvage` (rows, and reading around damage),
-`page`, `text` and `document` (print for people, safely, and for programs), `stream`, `endings` and `manual` (standard
-output, exit codes, help).
+`page`, `text` and `document` (print for people, safely, and for programs), `progress`, `stream`, `endings` and `manual`
+(how far it is, standard output, exit codes, help).
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ import click
 
 from checkrun_format.cli.cat import cat
 from checkrun_format.cli.changes import changes
+from checkrun_format.cli.compact import compact
 from checkrun_format.cli.demo import demo
+from checkrun_format.cli.diff import diff
 from checkrun_format.cli.endings import Shell
+from checkrun_format.cli.export import export
+from checkrun_format.cli.import_ import import_
 from checkrun_format.cli.info import info
 from checkrun_format.cli.ls import ls
 from checkrun_format.cli.manual import ADDRESSES, CODES, JSON, epilog
+from checkrun_format.cli.prune import prune
+from checkrun_format.cli.rollback import rollback
+from checkrun_format.cli.tag import tag
 from checkrun_format.cli.tree import tree
 from checkrun_format.cli.verify import verify
 from checkrun_format.versions import __version__
@@ -43,5 +50,6 @@ def main() -> None:
     """Checkpoints of recommendation models, incremental and quantized, in an open format."""
 
 
-for _command in (cat, changes, demo, info, ls, tree, verify):
+_COMMANDS = (cat, changes, compact, demo, diff, export, import_, info, ls, prune, rollback, tag, tree, verify)
+for _command in _COMMANDS:
     main.add_command(_command)

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from checkrun_format import layout
+from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import DamagedError, InvalidInputError
+from checkrun_format.errors import DamagedError, InvalidInputError, NotFoundError
 from checkrun_format.run import Run, open_run
 from checkrun_format.stores import open_store
+from checkrun_format.tags import Tags
 
 _WITH_NUMBER = re.compile(r"(?P<url>.+)@(?P<sequence>[0-9]{1,16})", re.DOTALL)
+_WITH_TAG = re.compile(r"(?P<url>.+)@(?P<tag>[^@/]+)", re.DOTALL)
 _SLICE = re.compile(r"(-?[0-9]{1,19})?:(-?[0-9]{1,19})?", re.ASCII)
 
 run_argument = click.argument("run", metavar="RUN", type=click.Path())
 address_argument = click.argument("address", metavar="RUN[@SEQ]", type=click.Path())
+
+
+def checkpoint_argument(
+    name: str, metavar: str, **options: Any
+) -> Callable[[click.decorators.FC], click.decorators.FC]:
+    """An argument that is the number of a checkpoint, or a tag; `number_of` finds the number of a tag."""
+    return click.argument(name, metavar=metavar, type=NameType(), **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +52,7 @@ def parse(text: str) -> Address:
     """
     match = _WITH_NUMBER.fullmatch(text)
     if match is None:
-        return Address(url=text, sequence=None)
+        return _parse_tagged(text)
     url, sequence = match["url"], int(match["sequence"])
     is_run, is_checkpoint = _holds_run(text), _holds_run(url)
     if is_run and is_checkpoint:
@@ -52,6 +63,39 @@ def parse(text: str) -> Address:
     if is_run or (not is_checkpoint and open_store(text).folders() is not None):
         return Address(url=text, sequence=None)
     return Address(url=url, sequence=sequence)
+
+
+def _parse_tagged(text: str) -> Address:
+    """RUN@TAG, if RUN is a run and the whole is no folder; errors as of `parse`."""
+    match = _WITH_TAG.fullmatch(text)
+    if match is None or not layout.is_tag(match["tag"]) or not _holds_run(match["url"]):
+        return Address(url=text, sequence=None)
+    url, tag = match["url"], match["tag"]
+    tags = Tags(History(open_store(url)))
+    is_folder = open_store(text).folders() is not None
+    if is_folder and tags.get(tag) is not None and _holds_run(text):
+        raise InvalidInputError(
+            f"{text!r} may be a checkpoint of one run by its tag, or the folder of another: write "
+            f"{url + '/@' + tag!r} or {text + '/'!r}"
+        )
+    if is_folder and (tags.get(tag) is None or _holds_run(text)):
+        return Address(url=text, sequence=None)
+    return Address(url=url, sequence=number_of(tags, tag))
+
+
+def number_of(tags: Tags, name: int | str) -> int:
+    """The number of a checkpoint that is named by its number or by a tag.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such tag.
+    """
+    number = name if isinstance(name, int) else tags.get(name)
+    if number is None:
+        known = ", ".join(tags.names()[:5]) or "none"
+        raise NotFoundError(f"there is no tag {name!r}; the run has {known}")
+    return number
 
 
 def parse_run(text: str) -> str:
@@ -82,6 +126,22 @@ def _latest(run: Run) -> Checkpoint:
             raise DamagedError(found.place, f"{found.problem}. RUN@SEQ names an older checkpoint") from error
         raise
     return latest
+
+
+class NameType(click.ParamType[int | str]):
+    """The number of a checkpoint, or a tag."""
+
+    name = "SEQ"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """A number, or the text of a tag."""
+        if isinstance(value, int):
+            return value
+        if re.fullmatch(r"[0-9]{1,16}", value, re.ASCII):
+            return int(value)
+        if not layout.is_tag(value):
+            self.fail(f"{value!r} is neither the number of a checkpoint nor a tag", param, ctx)
+        return str(value)
 
 
 class SliceType(click.ParamType[slice]):

@@ -29,6 +29,9 @@ _CODE_OF: dict[type[errors.CheckrunError], int] = {
     errors.StorageError: STORAGE,
 }
 
+_TOLD = (errors.BurntNumberWarning, errors.FallbackWarning, errors.PruneWarning)
+"""Warnings of the library."""
+
 
 def code_of(error: errors.CheckrunError) -> int:
     """The exit code of a command that an error ends."""
@@ -95,7 +98,8 @@ def _message(error: errors.CheckrunError) -> str:
 def _warned() -> Iterator[None]:
     """Warnings of the library as one line, each time."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", errors.BurntNumberWarning)
+        for category in _TOLD:
+            warnings.simplefilter("always", category)
         usual = warnings.showwarning
 
         def show(
@@ -106,7 +110,7 @@ def _warned() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, errors.BurntNumberWarning):
+            if issubclass(category, _TOLD):
                 tell(f"warning: {message}")
             else:
                 usual(message, category, filename, lineno, file, line)

@@ -9,9 +9,9 @@ CODES = """
       0    fine
       1    something is damaged; what can be read is shown
            (verify: there is any problem but litter)
-      2    wrong usage, or a value that is refused
-      3    not found: no such run, checkpoint, table, row or key; or it is
-           pruned or burnt
+      2    wrong usage, or a value or file that is refused
+      3    not found: no such run, checkpoint, table, row, key or file; or it
+           is pruned or burnt
       4    written in a format version, or with a feature, that this release
            does not read
       5    the store failed: permission, space, network
@@ -20,9 +20,10 @@ CODES = """
 """
 
 ADDRESSES = """
-    RUN is a folder, or file:// and a path; RUN@SEQ is its checkpoint SEQ.
-    Where a folder has such a name itself, RUN/@SEQ is always the checkpoint
-    and NAME@SEQ/ always the folder; what may mean either is refused.
+    RUN is a folder, or file:// and a path; RUN@SEQ is its checkpoint SEQ,
+    RUN@TAG the one that has this tag. Where a folder has such a name itself,
+    RUN/@SEQ is always the checkpoint and NAME@SEQ/ always the folder; what
+    may mean either is refused.
 """
 
 JSON = """
@@ -34,6 +35,12 @@ JSON_VALUES = """
     Numbers in JSON are exact: a float32 is written as the double that it
     equals. NaN and infinities are the texts "NaN", "Infinity" and
     "-Infinity"; a complex number is [real, imaginary].
+"""
+
+
+WRITES = """
+    A process that has the run open to save may not save any more after this:
+    it is told so, and is to be started again.
 """
 
 

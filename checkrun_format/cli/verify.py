@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 from rich.console import Console
@@ -19,7 +20,7 @@ from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Page
 from checkrun_format.manifest import Problem
-from checkrun_format.verify import verify_checkpoint
+from checkrun_format.verify import is_unsound, judge, verify_checkpoint, verify_tags
 
 _LITTER = "litter"
 
@@ -32,8 +33,9 @@ _LITTER = "litter"
         needs: it is harmless and does not change the exit code.
         """,
         """
-        With --json: {"run", "sequence", "problems": [{"place", "kind",
-        "message"}], "checked", "counts"}.
+        With --json: {"run", "sequence", "fast", "problems": [{"place", "kind",
+        "message"}], "checked", "counts", "safe", "affected": [{"sequence",
+        "broken_at"}]}; the last two are null if only one checkpoint is checked.
         """,
         examples="""
         checkrun verify my-run
@@ -42,27 +44,32 @@ _LITTER = "litter"
     )
 )
 @address_argument
+@click.option("--fast", is_flag=True, help="Only look whether all objects are there; read documents, but no values.")
 @json_option
-def verify(address: str, *, as_json: bool) -> None:
+def verify(address: str, *, fast: bool, as_json: bool) -> None:
     """Check everything that is stored.
 
     That is: every requirement of the format that can be checked on the stored bytes of a run, or of checkpoint SEQ.
-    Each problem is a line, PLACE: KIND: MESSAGE. Exit code 1 if there is any but litter.
+    Each problem is a line, PLACE: KIND: MESSAGE. Then it says which checkpoints are affected, by what is wrong in them
+    or in their chains, and which are safe. Exit code 1 if there is any problem but litter.
     """
     where = parse(address)
     history, problems = open_history(where.url)
     numbers = history.numbers() if where.sequence is None else [_existing(history, where.sequence)]
     page = Page()
-    audit = Audit(history, problems, numbers, _console(page, as_json=as_json))
+    console = _console(page, as_json=as_json)
+    audit = Audit(history, problems, numbers, console, fast=fast, tags=where.sequence is None)
     if as_json:
-        head = {"run": history.store.url, "sequence": where.sequence}
+        head = {"run": history.store.url, "sequence": where.sequence, "fast": fast}
         items = (document.problem(problem) for problem in audit)
-        document.listing(head, "problems", items, lambda: {"checked": len(numbers), "counts": dict(audit.counts)})
+        document.listing(head, "problems", items, lambda: _totals(audit, len(numbers)))
     else:
         for problem in audit:
             style = "dim" if problem.kind == _LITTER else "red"
             page.line(problem.place, ": ", (problem.kind, style), f": {problem.message}")
         page.line(_conclusion(audit.counts, len(numbers)))
+        if audit.unsound and where.sequence is None:
+            _show_affected(page, *audit.verdict())
     if audit.counts.keys() - {_LITTER}:
         raise click.exceptions.Exit(endings.DAMAGED)
 
@@ -92,15 +99,29 @@ class Audit:
         Those that are known already.
     console : Console or None
         Where progress is drawn.
+    fast : bool
+        As of `verify_checkpoint`.
+    tags : bool
+        Whether tags are looked at, too.
     """
 
     def __init__(
-        self, history: History, problems: Sequence[Problem], numbers: Sequence[int], console: Console | None
+        self,
+        history: History,
+        problems: Sequence[Problem],
+        numbers: Sequence[int],
+        console: Console | None,
+        *,
+        fast: bool,
+        tags: bool,
     ) -> None:
         self._history = history
         self._problems = problems
         self._numbers = numbers
         self._console = console
+        self._fast = fast
+        self.has_tags = tags
+        self.unsound: set[int] = set()
         self.counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Problem]:
@@ -127,7 +148,43 @@ class Audit:
         )
         with progress:
             for number in progress.track(self._numbers):
-                yield from verify_checkpoint(self._history.store, number)
+                found = verify_checkpoint(self._history.store, number, fast=self._fast)
+                if is_unsound(found):
+                    self.unsound.add(number)
+                yield from found
+        if self.has_tags:
+            yield from verify_tags(self._history.store)
+
+    def verdict(self) -> tuple[list[int], dict[int, int]]:
+        """The checkpoints that are safe, and for each other number where its chain is not sound."""
+        return judge(self._history.store, self.unsound)
+
+
+def _totals(audit: Audit, numbers: int) -> dict[str, Any]:
+    safe, affected = audit.verdict() if audit.has_tags else (None, {})
+    return {
+        "checked": numbers,
+        "counts": dict(audit.counts),
+        "safe": safe,
+        "affected": None if safe is None else [{"sequence": n, "broken_at": at} for n, at in affected.items()],
+    }
+
+
+def _show_affected(page: Page, safe: list[int], affected: dict[int, int]) -> None:
+    told = [str(number) if at == number else f"{number} (by {at})" for number, at in affected.items()]
+    page.line(f"Affected: {', '.join(told)}.")
+    page.line(f"Safe: {_ranges(safe) or 'none'}.")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers in ascending order, neighbours as 4-7."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
 
 
 def _conclusion(counts: Counter[str], numbers: int) -> str:

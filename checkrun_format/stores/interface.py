@@ -68,6 +68,14 @@ class Store(ABC):
     def list(self, prefix: str) -> dict[str, int]:
         """Key and size of every object below a prefix."""
 
+    def modified(self, key: str) -> float | None:
+        """When an object was last written, in seconds since the epoch; None if that is not known.
+
+        The format needs no such time (STO-3); only pruning asks for it, where it is told to remove what may be alive.
+        """
+        del key
+        return None
+
     @abstractmethod
     def sync(self, prefix: str) -> None:
         """Return once every object that was put below a prefix, and the way to it, survives a crash of the machine."""

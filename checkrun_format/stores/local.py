@@ -119,6 +119,11 @@ class LocalStore(Store):
                         found[os.path.relpath(path, self.root).replace(os.sep, "/")] = os.stat(path).st_size
         return found
 
+    def modified(self, key: str) -> float | None:
+        with _storage_errors(self._path(key)), contextlib.suppress(*_MISSING):
+            return os.stat(self._path(key)).st_mtime
+        return None
+
     def sync(self, prefix: str) -> None:
         """See `Store.sync`. Files are synced as they are written; the folders that hold them follow here."""
         path = self._path(prefix)

@@ -202,6 +202,10 @@ class FaultStore(Store):
         """Make objects survive a crash."""
         self._call("sync", lambda: self.store.sync(prefix))
 
+    def modified(self, key: str) -> float | None:
+        """When an object was last written; never fails."""
+        return self.store.modified(key)
+
     def free_bytes(self) -> int | None:
         """Bytes that the store has left; never fails."""
         return self.store.free_bytes()

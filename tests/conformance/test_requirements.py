@@ -13,8 +13,6 @@ INFORMATIVE_OR_UNTESTABLE = {
     "CHK-2": "what readers should check: each number that it names is cited",
     "CHK-3": "what readers may leave out",
     "DEC-4": "informative: advice to writers of float32 qparams",
-    "PRU-2": "binds a pruning tool; none exists yet",
-    "PRU-3": "binds a pruning tool; none exists yet",
     "VER-3": "reserves names for later versions",
     "ZAR-6": "informative: what writers choose",
 }

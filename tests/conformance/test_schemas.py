@@ -94,6 +94,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     for path in sorted(folder.glob("0*/zarr.json")):
         found["commit"].append(checkrun_of(path))
     found["pruned"].append({"kind": "pruned", "format_version": "0.9", "sequence": 2**53 - 1})
+    found["tag"].append(json.loads((folder / "tags/best-1.0.json").read_bytes()))
     for path in sorted(folder.glob("0*/*/manifest.json")):
         found["manifest"].append(json.loads(path.read_bytes()))
     for path in sorted(folder.glob("0*/*/parts-*.json.gz")):
@@ -124,6 +125,7 @@ def build(folder: Path) -> None:
         parts.append(writer.finish())
     save.commit(parts, dropped=["keyed/é"])
     run.rollback(1)
+    run.tag("best-1.0", 2)
 
 
 def changes_of(document: Any) -> Iterator[tuple[str, Any]]:
@@ -188,6 +190,7 @@ def test_the_run_has_documents_of_every_kind(documents: dict[str, list[Any]]) ->
         "pruned": 1,
         "manifest": 4,
         "parts": 5,
+        "tag": 1,
     }
     assert any(block["arrays"].get("deleted") for parts in documents["parts"] for block in parts["blocks"])
     assert {table["storage"] for m in documents["manifest"] for table in m["tables"]} == {

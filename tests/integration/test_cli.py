@@ -30,7 +30,10 @@ from checkrun_format.versions import FORMAT_VERSION
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "COLUMNS": "40"}
 PROGRAM = [sys.executable, "-m", "checkrun_format.cli"]
-COMMANDS = ("cat", "changes", "demo", "info", "ls", "tree", "verify")
+COMMANDS = (
+    *("cat", "changes", "compact", "demo", "diff", "export", "import", "info"),
+    *("ls", "prune", "rollback", "tag", "tree", "verify"),
+)
 ODD = "ads\n\x1b[31m🚀 / 表"
 GONE = "gone"
 
@@ -608,7 +611,16 @@ class TestVerify:
     def test_a_whole_run(self, whole: Path) -> None:
         assert checkrun("verify", whole).stdout == "8 numbers checked: no problem.\n"
         document = checkrun("verify", f"{whole}@3", "--json").document
-        assert document == {"run": str(whole), "sequence": 3, "problems": [], "checked": 1, "counts": {}}
+        head = {"run": str(whole), "sequence": 3, "fast": False, "problems": [], "checked": 1, "counts": {}}
+        assert document == head | {"safe": None, "affected": None}
+        document = checkrun("verify", whole, "--json", "--fast").document
+        assert document == head | {
+            "sequence": None,
+            "fast": True,
+            "checked": 8,
+            "safe": [1, 2, 3, 4, 5, 6, 7, 8],
+            "affected": [],
+        }
 
     def test_every_problem_has_its_kind_and_place(self, copy: Path) -> None:
         chunk = chunk_of(copy, 4, "weight.codes")
@@ -629,7 +641,27 @@ class TestVerify:
         text = checkrun("verify", copy, code=1).stdout.splitlines()
         assert f"{chunk.relative_to(copy)}: damaged: the object is missing" in text
         assert "00000001/note\\n.txt: litter: no checkpoint needs it" in text
-        assert re.fullmatch(r"9 numbers checked: 1 burnt, \d+ damaged, .*\d+ litter\.", text[-1])
+        assert re.fullmatch(r"9 numbers checked: 1 burnt, \d+ damaged, .*\d+ litter\.", text[-3])
+        assert text[-2:] == ["Affected: 4, 7, 8.", "Safe: 1-3, 5-6."]
+        assert made.document["safe"] == [1, 2, 3, 5, 6]
+        assert made.document["affected"] == [{"sequence": n, "broken_at": n} for n in (4, 7, 8)]
+
+    def test_what_lies_over_damage_is_affected(self, copy: Path) -> None:
+        """A chunk of 2: of 3 and 4, which lie over it in a row, and of 5 and 6, which went back to it."""
+        chunk = chunk_of(copy, 2, "weight.codes")
+        data = bytearray(chunk.read_bytes())
+        data[0] ^= 1
+        chunk.write_bytes(data)
+        assert checkrun("verify", copy, "--fast").stdout == "8 numbers checked: no problem.\n"
+        text = checkrun("verify", copy, code=1).stdout.splitlines()
+        assert text[-2:] == ["Affected: 2, 3 (by 2), 4 (by 2), 5 (by 2), 6 (by 2).", "Safe: 1, 7-8."]
+        chunk.unlink()
+        made = checkrun("verify", copy, "--fast", "--json", code=1).document
+        assert {"place": str(chunk.relative_to(copy)), "kind": "damaged", "message": "the object is missing"} in made[
+            "problems"
+        ]
+        assert (made["safe"], len(made["affected"])) == ([1, 7, 8], 5)
+        assert made["affected"][1] == {"sequence": 3, "broken_at": 2}
 
     def test_litter_alone_is_fine(self, copy: Path) -> None:
         (copy / "00000003" / "left-over").write_text("litter")

@@ -294,7 +294,7 @@ class Fixture:
         """What `verify` finds once an object is changed."""
         self.store.changed = {key: data}
         number = layout.parse_folder(key.partition("/")[0])
-        problems = crf.open_run(self.store).verify(number) if number else verify.verify_run(self.store)
+        problems = crf.open_run(self.store).verify(number) if number else verify.verify_run(self.store).problems
         self.store.changed = {}
         return problems
 
@@ -560,7 +560,7 @@ def test_the_run_document(fixture: Fixture) -> None:
         fixture.store.changed = {"zarr.json": missing}
         with pytest.raises(crf.NotARunError, match=r"zarr\.json"):
             crf.open_run(fixture.store)
-    problems = verify.verify_run(fixture.store)
+    problems = verify.verify_run(fixture.store).problems
     assert [(problem.place, problem.kind) for problem in problems] == [("zarr.json", "not_a_run")]
 
 

@@ -29,7 +29,7 @@ def test_a_number_of_a_run(tmp_path: Path, text: str, sequence: int) -> None:
     assert parse(url + text) == Address(url=url, sequence=sequence)
 
 
-@pytest.mark.parametrize("text", ["@", "@x", "@-1", "@1.0", "@³", "@99999999999999999", "@3/"])
+@pytest.mark.parametrize("text", ["@", "@X", "@-1", "@³", "@99999999999999999", "@3/"])
 def test_what_is_no_number_belongs_to_the_name(tmp_path: Path, text: str) -> None:
     url = make_run(tmp_path / "run")
     assert parse(url + text) == Address(url=url + text, sequence=None)
@@ -105,3 +105,41 @@ def test_ids(text: str, meant: list[int]) -> None:
 def test_ids_that_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         IdsType().convert(text, None, None)
+
+
+def make_tagged(folder: Path) -> str:
+    run = crf.open_run(folder, mode="a", durable=False)
+    for _ in range(2):
+        run.save(crf.State())
+    run.tag("best", 1)
+    run.tag("v1.0", 2)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("text", "sequence"), [("@best", 1), ("@v1.0", 2), ("/@best", 1)])
+def test_a_tag_of_a_run(tmp_path: Path, text: str, sequence: int) -> None:
+    """TAG-1."""
+    url = make_tagged(tmp_path / "run")
+    assert parse(url + text) == Address(url=url + "/" * text.startswith("/"), sequence=sequence)
+
+
+@pytest.mark.parametrize("tag", ["worst", "1.0"])
+def test_a_tag_that_is_not_there(tmp_path: Path, tag: str) -> None:
+    url = make_tagged(tmp_path / "run")
+    with pytest.raises(crf.NotFoundError, match=f"no tag '{tag}'; the run has best, v1.0"):
+        parse(f"{url}@{tag}")
+    assert parse(f"{tmp_path}/nothing@{tag}") == Address(url=f"{tmp_path}/nothing@{tag}", sequence=None)
+
+
+def test_a_tag_and_a_folder_of_the_same_name(tmp_path: Path) -> None:
+    run = make_tagged(tmp_path / "run")
+    (tmp_path / "run@best").mkdir()
+    assert parse(f"{run}@best") == Address(url=run, sequence=1)
+    other = make_run(tmp_path / "run@other")
+    assert parse(other) == Address(url=other, sequence=None)
+    both = make_run(tmp_path / "run@best")
+    with pytest.raises(InvalidInputError) as caught:
+        parse(both)
+    assert f"{run}/@best" in str(caught.value) and f"{both}/" in str(caught.value)
+    assert parse(f"{run}/@best") == Address(url=f"{run}/", sequence=1)
+    assert parse(f"{both}/") == Address(url=f"{both}/", sequence=None)

@@ -145,7 +145,7 @@ def test_the_refusals_of_link_are_told_from_failures() -> None:
 
 
 def test_replace_stores_over_another_and_anew(store: LocalStore) -> None:
-    """PRU-1 overwrites a commit; tags are objects in a folder that may not be there yet (VER-4)."""
+    """PRU-1 overwrites a commit; tags are objects in a folder that may not be there yet (TAG-1, VER-4)."""
     store.replace("00000001/old", b"after")
     store.replace("tags/best.json", b"{}")
     assert files(store) == {"00000001/old": b"after", "tags/best.json": b"{}"}

@@ -58,6 +58,10 @@ def pruned_document() -> Json:
     return {"kind": "pruned", "format_version": "0.9", "sequence": 42}
 
 
+def tag_document() -> Json:
+    return {"kind": "tag", "format_version": "0.9", "name": "best", "sequence": 42}
+
+
 def field(name: str = "weight", columns: int | None = 8) -> Json:
     return {"name": name, "dtype": "float32", "columns": columns, "encoder": {"name": "minmax", "bits": 4}}
 
@@ -133,6 +137,7 @@ PARSERS: dict[str, tuple[Callable[[], Json], Callable[[Any], bytes], Callable[[b
     "pruned": (pruned_document, framed, lambda data: manifest.parse_occupant(data, 42)),
     "manifest": (manifest_document, lambda d: json.dumps(d).encode(), lambda d: manifest.parse_manifest(d, "m")),
     "parts": (parts_document, packed, lambda data: manifest.parse_parts(data, "p")),
+    "tag": (tag_document, lambda d: json.dumps(d).encode(), lambda data: manifest.parse_tag(data, "best")),
 }
 """Document name -> a valid document, what makes bytes of it, and its parser."""
 
@@ -194,7 +199,7 @@ def test_no_document_is_another_value(name: str, value: Any) -> None:
         parse(encode(value))
 
 
-@pytest.mark.parametrize("name", ["manifest", "parts"])
+@pytest.mark.parametrize("name", ["manifest", "parts", "tag"])
 @pytest.mark.parametrize(
     "text",
     [b"", b"{", b"\xff", b"nul", b"{}{}", b'{"a":1,}', b"\xef\xbb\xbf{}", '{"a":1}'.encode("utf-16"), b"NaN", b"\x00"],
@@ -216,7 +221,7 @@ def test_nesting_without_end_is_damage_and_no_crash(name: str, where: str) -> No
         "all of it": deep,
         "an unknown key": json.dumps(document() | {"stranger": 0})[:-2] + deep + "}",
         "a known key": json.dumps(document()).replace('"format_version": "0.9"', f'"format_version": {deep}', 1)
-        if name in ("run", "commit", "pruned")
+        if name in ("run", "commit", "pruned", "tag")
         else json.dumps(document()).replace('"attempt": ', f'"attempt": {deep}, "was": ', 1),
     }[where]
     assert deep in text
@@ -242,7 +247,14 @@ def test_nesting_at_the_limit_of_one_parser_or_the_other() -> None:
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("commit", "sequence"), ("commit", "step"), ("pruned", "sequence"), ("manifest", "rows"), ("parts", "chunk_rows")],
+    [
+        ("commit", "sequence"),
+        ("commit", "step"),
+        ("pruned", "sequence"),
+        ("tag", "sequence"),
+        ("manifest", "rows"),
+        ("parts", "chunk_rows"),
+    ],
 )
 def test_integers_have_no_fraction(name: str, key: str) -> None:
     """Section 5: integers are written without fraction or exponent; another type is damage (DOC-2)."""
@@ -256,7 +268,7 @@ def test_integers_have_no_fraction(name: str, key: str) -> None:
             parse(gzip.compress(data) if encode is packed else data)
 
 
-@pytest.mark.parametrize("name", ["run", "commit", "pruned"])
+@pytest.mark.parametrize("name", ["run", "commit", "pruned", "tag"])
 def test_other_versions_are_refused_whatever_else_they_say(name: str) -> None:
     """VER-1: another major version, and below 1.0 another minor one."""
     _, encode, parse = PARSERS[name]

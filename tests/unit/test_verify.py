@@ -1,0 +1,160 @@
+"""Audits: which checkpoints are affected and which are safe; and a restore that falls back to a sound one."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import checkrun_format as crf
+from checkrun_format.errors import InvalidInputError
+
+BASES = (1, 4)
+
+
+def state(number: int) -> crf.State:
+    weight = np.arange(8, dtype=np.float32).reshape(4, 2)
+    weight[0] += number
+    return crf.State(tables={"t": crf.Table({"weight": weight}, changed=[0])}, extra=number)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """1 a base, 2 and 3 over it in a row, 4 a base, 5 and 6 over it in a row."""
+    run = crf.open_run(tmp_path / "run", "a", durable=False, policy="consecutive")
+    for number in range(1, 7):
+        run.save(state(number), step=number, parent=None if number in BASES else "latest")
+    return tmp_path / "run"
+
+
+def chunk(folder: Path, number: int) -> Path:
+    (found,) = (p for p in folder.glob(f"{number:08d}/*/block-*/weight.values/c/**/0") if p.is_file())
+    return found
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def manifest_of(folder: Path, number: int) -> Path:
+    (found,) = folder.glob(f"{number:08d}/*/manifest.json")
+    return found
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "a bit of a chunk": (lambda folder: flip(chunk(folder, 2)), False),
+    "a chunk": (lambda folder: chunk(folder, 2).unlink(), True),
+    "half a chunk": (lambda folder: (p := chunk(folder, 2)).write_bytes(p.read_bytes()[:5]), True),
+    "a bit of a manifest": (lambda folder: flip(manifest_of(folder, 2)), True),
+    "a manifest": (lambda folder: manifest_of(folder, 2).unlink(), True),
+    "a commit": (lambda folder: (folder / "00000002/zarr.json").write_bytes(b"{"), True),
+    "no commit": (lambda folder: (folder / "00000002/zarr.json").unlink(), True),
+}
+"""What is damaged in checkpoint 2, and whether a fast audit sees it."""
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_is_affected_and_what_is_safe(folder: Path, what: str) -> None:
+    damage, is_seen_fast = DAMAGE[what]
+    damage(folder)
+    run = crf.open_run(folder)
+    audit = run.audit()
+    broken_at = {3: 3} if what == "no commit" else {2: 2, 3: 3} if 3 in by_number(audit) else {2: 2, 3: 2}
+    assert (audit.safe, audit.affected) == ([1, 4, 5, 6], broken_at)
+    assert audit.problems == run.verify() and audit.problems
+    fast = run.audit(fast=True)
+    assert fast.safe == ([1, 4, 5, 6] if is_seen_fast else [1, 2, 3, 4, 5, 6])
+    assert set(fast.problems) <= set(audit.problems)
+    assert bool(run.verify(2, fast=True)) == is_seen_fast
+
+
+def by_number(audit: crf.Audit) -> set[int]:
+    """The numbers in whose own check something was found; 3 is checked against its parent's commit and manifest."""
+    return {number for number, at in audit.affected.items() if number == at}
+
+
+def test_a_sound_run_and_litter(folder: Path) -> None:
+    (folder / "00000003/left").write_text("litter")
+    (folder / "00000009").mkdir()
+    (folder / "00000009/zarr.json").touch()
+    audit = crf.open_run(folder).audit()
+    assert (audit.safe, audit.affected) == ([1, 2, 3, 4, 5, 6], {})
+    assert [problem.kind for problem in audit.problems] == ["litter", "burnt"]
+
+
+def test_a_fast_audit_reads_no_values(folder: Path) -> None:
+    run = crf.open_run(folder)
+    reads: list[str] = []
+    get = run._store.get
+
+    def counted(key: str) -> bytes | None:
+        reads.append(key)
+        return get(key)
+
+    run._store.get = counted  # type: ignore[method-assign]
+    assert run.audit(fast=True).problems == []
+    assert reads and not [key for key in reads if "/block-" in key or "/dense-" in key]
+
+
+class TestFallback:
+    def test_the_newest_whose_chain_is_sound(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        flip(chunk(folder, 4))
+        run = crf.open_run(folder, "a", durable=False)
+        with pytest.raises(crf.DamagedError):
+            run.restore()
+        with (
+            caplog.at_level(logging.WARNING, "checkrun_format"),
+            pytest.warns(crf.FallbackWarning, match="restoring checkpoint 3; newer ones") as caught,
+        ):
+            restored = run.restore(fallback=True)
+        (warning,) = caught
+        place = str(chunk(folder, 4).relative_to(folder))
+        for number in (4, 5, 6):
+            assert f"{number}: damaged: {place}" in str(warning.message)
+        assert warning.filename == __file__
+        assert [record.getMessage() for record in caplog.records] == [str(warning.message)]
+        assert restored.extra == 3
+        assert np.array_equal(restored.tables["t"]["weight"], state(3).tables["t"]["weight"])
+        checkpoint = run.save(state(7), step=7)
+        assert (checkpoint.sequence, checkpoint.parent, checkpoint.commit.restores) == (7, None, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert crf.open_run(folder, "a").restore(fallback=True).extra == 7
+
+    def test_it_passes_over_damaged_commits_and_what_is_none(self, folder: Path) -> None:
+        (folder / "00000006/zarr.json").write_bytes(b"{")
+        manifest_of(folder, 5).unlink()
+        run = crf.open_run(folder, "a")
+        with pytest.warns(crf.FallbackWarning, match=r"checkpoint 4;.* 6: damaged: 00000006/zarr\.json.*; 5: damaged"):
+            assert run.restore(fallback=True).extra == 4
+
+    def test_a_sound_run_is_restored_without_a_word(self, folder: Path) -> None:
+        run = crf.open_run(folder, "a")
+        assert run.restore(fallback=True).extra == 6
+
+    def test_none_is_sound(self, folder: Path, tmp_path: Path) -> None:
+        for number in BASES:
+            chunk(folder, number).unlink()
+        run = crf.open_run(folder, "a")
+        with pytest.raises(crf.DamagedError, match=r"no checkpoint of .* is sound") as caught:
+            run.restore(fallback=True)
+        assert caught.value.place.startswith("00000004/")
+        with pytest.raises(crf.CheckpointNotFoundError):
+            crf.open_run(tmp_path / "empty", "a").restore(fallback=True)
+        with pytest.raises(InvalidInputError, match="give no number"):
+            run.restore(3, fallback=True)
+
+    def test_what_this_release_cannot_read_is_not_passed_over(self, folder: Path) -> None:
+        commit = folder / "00000006/zarr.json"
+        commit.write_bytes(commit.read_bytes().replace(b'"format_version":"0.9"', b'"format_version":"1.0"'))
+        run = crf.open_run(folder)
+        audit = run.audit()
+        assert (audit.safe, audit.affected) == ([1, 2, 3, 4, 5], {6: 6})
+        with pytest.raises(crf.UnsupportedVersionError):
+            crf.open_run(folder, "a")
