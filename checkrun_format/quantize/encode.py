@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +14,7 @@ import numpy.typing as npt
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import U8, checked_bits, checked_columns, pack, packed_width, row_pieces
+from checkrun_format.quantize import engine
 from checkrun_format.quantize.decode import F32, F64, reach
 from checkrun_format.quantize.minmax import minmax
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
@@ -35,8 +39,14 @@ class Encoder(Protocol):
 ENCODERS: dict[str, Encoder] = {"minmax": minmax}
 """The encoders by name."""
 
+_COMPILED: dict[Encoder, int] = {minmax: 0}
+"""Numbers of the encoders in `kernels.encode_rows`."""
+
 _ROUNDING = 2.0**-20
 _HALF_UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+_CAST_LIMITS = {"float16": 65520.0, "bfloat16": (2 - 2.0**-8) * 2.0**127}
+"""Smallest magnitude that overflows in a cast (DEC-2)."""
+
 _WIDEST_TRANSPOSED = 192
 
 
@@ -143,22 +153,96 @@ def _fill(codes: U8, job: _Job, qparams_dtype: str, *, may_widen: bool) -> tuple
     """Fill `codes`; the qparams, how many rows are exact, and the error bound."""
     total, columns = job.values.shape
     qparams = np.empty((total, 2), qparams_dtype)
-    exact_rows = saved_rows = 0
-    bound = 0.0
-    for piece in row_pieces(total, columns):
-        rows = _rows_of(job.values[piece])
-        raw, pairs, exact = _encoded(rows, job, qparams_dtype)
-        exact_rows += int(np.count_nonzero(exact))
-        bound = max(bound, float(np.max(_error_bounds(rows, pairs, job), where=~exact, initial=0)))
-        if may_widen and exact.any():
-            saved_rows += int(np.count_nonzero(~_encoded(rows.only(exact), job, "float32")[2]))
-            if saved_rows and exact_rows > total // 100:
-                del qparams
-                return _fill(codes, job, "float32", may_widen=False)
-        raw[exact], pairs[exact] = 0, np.nan
-        pack(raw, job.bits, out=codes[piece])
-        qparams[piece] = pairs
-    return qparams, exact_rows, bound
+    kernels = engine.kernels(job.values.size) if job.encoder in _COMPILED else None
+    fill: Callable[[slice], tuple[int, float]] = (
+        partial(_fill_piece, job, codes, qparams)
+        if kernels is None
+        else _CompiledEncoding(kernels=kernels, job=job, codes=codes, qparams=qparams)
+    )
+    told = engine.spread(fill, total, columns)
+    exact_rows = sum(rows for rows, _ in told)
+    if may_widen and exact_rows > total // 100 and _float32_saves_any(job, qparams):
+        del qparams, fill
+        return _fill(codes, job, "float32", may_widen=False)
+    return qparams, exact_rows, max((bound for _, bound in told), default=0.0)
+
+
+def _fill_piece(job: _Job, codes: U8, qparams: Array, rows: slice) -> tuple[int, float]:
+    """Fill some rows; how many of them are exact, and the error bound of the others."""
+    exact_rows, bound = 0, 0.0
+    with np.errstate(all="ignore"):
+        for piece in _pieces(rows, job.values.shape[1]):
+            given = _rows_of(job.values[piece])
+            raw, pairs, exact = _encoded(given, job, qparams.dtype.name)
+            exact_rows += int(np.count_nonzero(exact))
+            bound = max(bound, float(np.max(_error_bounds(given, pairs, job), where=~exact, initial=0)))
+            raw[exact], pairs[exact] = 0, np.nan
+            pack(raw, job.bits, out=codes[piece])
+            qparams[piece] = pairs
+    return exact_rows, bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CompiledEncoding:
+    """Fills some rows as `_fill_piece` does, with the compiled kernel."""
+
+    kernels: ModuleType
+    job: _Job
+    codes: U8
+    qparams: Array
+
+    def __call__(self, rows: slice) -> tuple[int, float]:
+        told = [self._piece(piece) for piece in self._pieces(rows)]
+        return sum(exact for exact, _ in told), max(bound for _, bound in told)
+
+    def _pieces(self, rows: slice) -> Iterable[slice]:
+        ready = self.job.values.flags.c_contiguous and self.job.dtype == "float32"
+        return [rows] if ready else _pieces(rows, self.job.values.shape[1])
+
+    def _piece(self, piece: slice) -> tuple[int, float]:
+        job, pairs = self.job, self.qparams[piece].reshape(-1)
+        half = pairs.dtype == np.float16
+        exact = np.empty(len(pairs) // 2, np.uint8)
+        relative, absolute = _HALF_UNITS.get(job.dtype, (0.0, 0.0))
+        bound = self.kernels.compiled(self.kernels.encode_rows)(
+            self._float32(job.values[piece]).reshape(-1),
+            job.values.shape[1],
+            job.bits,
+            _COMPILED[job.encoder],
+            np.float32(_CAST_LIMITS.get(job.dtype, np.inf)),
+            (relative, absolute, 2.0**-149 if job.dtype == "float64" else 0.0),
+            self.codes[piece].reshape(-1),
+            pairs.view(np.uint32) if half else np.empty(0, np.uint32),
+            np.empty(0, np.uint64) if half else pairs.view(np.uint64),
+            exact,
+        )
+        return int(np.count_nonzero(exact)), bound
+
+    def _float32(self, values: Array) -> F32:
+        if self.job.dtype not in _HALF_UNITS:
+            with np.errstate(all="ignore"):
+                return np.ascontiguousarray(values, dtype=np.float32)
+        halves = np.ascontiguousarray(values, dtype=dtypes.logical(self.job.dtype))
+        wide = np.empty(values.shape, np.float32)
+        widen = self.kernels.compiled(self.kernels.widen_rows)
+        widen(halves.view(np.uint16).reshape(-1), self.job.dtype == "bfloat16", wide.reshape(-1))
+        return wide
+
+
+def _pieces(rows: slice, columns: int) -> Iterator[slice]:
+    """The pieces of `rows` that stay in cache."""
+    start = rows.start
+    return (slice(start + p.start, start + p.stop) for p in row_pieces(rows.stop - start, columns))
+
+
+def _float32_saves_any(job: _Job, qparams: Array) -> bool:
+    """Whether one of the exact rows would not be exact with float32 qparams."""
+    with np.errstate(all="ignore"):
+        for piece in row_pieces(*job.values.shape):
+            exact = np.isnan(qparams[piece, 0])
+            if exact.any() and not _encoded(_rows_of(job.values[piece][exact]), job, "float32")[2].all():
+                return True
+    return False
 
 
 def _rows_of(piece: Array) -> _Rows:
