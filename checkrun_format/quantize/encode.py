@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -16,8 +16,10 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import U8, checked_bits, checked_columns, pack, packed_width, row_pieces
 from checkrun_format.quantize import engine
 from checkrun_format.quantize.decode import F32, F64, reach
-from checkrun_format.quantize.minmax import minmax
+from checkrun_format.quantize.minmax import minmax, symmetric
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
+from checkrun_format.quantize.refine import refine
+from checkrun_format.quantize.trials import plan
 
 Mask = npt.NDArray[np.bool_]
 
@@ -36,11 +38,11 @@ class Encoder(Protocol):
         ...
 
 
-ENCODERS: dict[str, Encoder] = {"minmax": minmax}
+ENCODERS: dict[str, Encoder] = {"minmax": minmax, "refine": refine, "symmetric": symmetric}
 """The encoders by name."""
 
-_COMPILED: dict[Encoder, int] = {minmax: 0}
-"""Numbers of the encoders in `kernels.encode_rows`."""
+_COMPILED: tuple[Encoder, ...] = (minmax, symmetric, refine)
+"""Those that `kernels` has too."""
 
 _ROUNDING = 2.0**-20
 _HALF_UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
@@ -126,6 +128,19 @@ class _Job:
     dtype: str
     encoder: Encoder
 
+    @property
+    def greedy(self) -> bool:
+        """Which of the searches."""
+        return False
+
+    @property
+    def options(self) -> F32:
+        """What `kernels.refine_rows` has to know."""
+        if self.encoder is not refine:
+            return np.empty(0, np.float32)
+        trials = plan(self.bits, self.values.shape[1])
+        return np.array([trials.margin, trials.spread / 2, *trials.moves.reshape(-1)], np.float32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
@@ -192,29 +207,34 @@ class _CompiledEncoding:
     qparams: Array
 
     def __call__(self, rows: slice) -> tuple[int, float]:
-        told = [self._piece(piece) for piece in self._pieces(rows)]
+        told = [self._piece(piece) for piece in _pieces(rows, self.job.values.shape[1])]
         return sum(exact for exact, _ in told), max(bound for _, bound in told)
-
-    def _pieces(self, rows: slice) -> Iterable[slice]:
-        ready = self.job.values.flags.c_contiguous and self.job.dtype == "float32"
-        return [rows] if ready else _pieces(rows, self.job.values.shape[1])
 
     def _piece(self, piece: slice) -> tuple[int, float]:
         job, pairs = self.job, self.qparams[piece].reshape(-1)
-        half = pairs.dtype == np.float16
-        exact = np.empty(len(pairs) // 2, np.uint8)
+        rows, half = len(pairs) // 2, pairs.dtype == np.float16
+        flat, columns = self._float32(job.values[piece]).reshape(-1), job.values.shape[1]
+        low, high, scale, bias = np.empty((4, rows), np.float32)
+        negative, exact = np.empty((2, rows), np.uint8)
+        kernels, compiled = self.kernels, self.kernels.compiled
+        symmetrically = job.encoder is symmetric
+        measured = (low, high, scale, bias)
+        compiled(kernels.measure_rows)(flat, columns, job.bits, symmetrically, half, *measured, negative, exact)
+        if job.encoder is refine:
+            compiled(kernels.search_rows)(flat, columns, job.bits, half, job.greedy, job.options, *measured, exact)
         relative, absolute = _HALF_UNITS.get(job.dtype, (0.0, 0.0))
-        bound = self.kernels.compiled(self.kernels.encode_rows)(
-            self._float32(job.values[piece]).reshape(-1),
-            job.values.shape[1],
+        wide = 2.0**-149 if job.dtype == "float64" else 0.0
+        bound = compiled(kernels.write_rows)(
+            flat,
+            columns,
             job.bits,
-            _COMPILED[job.encoder],
-            np.float32(_CAST_LIMITS.get(job.dtype, np.inf)),
-            (relative, absolute, 2.0**-149 if job.dtype == "float64" else 0.0),
+            (relative, absolute, wide, _CAST_LIMITS.get(job.dtype, np.inf)),
+            *measured,
+            negative,
+            exact,
             self.codes[piece].reshape(-1),
             pairs.view(np.uint32) if half else np.empty(0, np.uint32),
             np.empty(0, np.uint64) if half else pairs.view(np.uint64),
-            exact,
         )
         return int(np.count_nonzero(exact)), bound
 

@@ -16,14 +16,15 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
+from checkrun_format.quantize import lanes
+from checkrun_format.quantize.lanes import LANES
+from checkrun_format.quantize.trials import NARROWEST, RISK
+
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
 F32, F64 = np.float32, np.float64
 
 BLOCK = 4096
 """Elements of one block: 16 KiB of float32."""
-
-MINMAX, SYMMETRIC = 0, 1
-"""Encoders of `encode_rows`."""
 
 
 def _given(dtype: Any) -> types.Array:
@@ -34,17 +35,25 @@ def _filled(dtype: Any) -> types.Array:
     return types.Array(dtype, 1, "C")
 
 
+_SINGLE, _BYTE, _SIZE = types.float32, types.uint8, types.int64
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "encode_rows": (
-        _given(types.float32), types.int64, types.int64, types.int64, types.float32, types.UniTuple(types.float64, 3),
-        _filled(types.uint8), _filled(types.uint32), _filled(types.uint64), _filled(types.uint8),
+    "measure_rows": (
+        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[_filled(_SINGLE)] * 4, *[_filled(_BYTE)] * 2,
+    ),
+    "search_rows": (
+        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, _given(_SINGLE), *[_filled(_SINGLE)] * 4,
+        _filled(_BYTE),
+    ),
+    "write_rows": (
+        _given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[_filled(_SINGLE)] * 4,
+        *[_filled(_BYTE)] * 3, _filled(types.uint32), _filled(types.uint64),
     ),
     "decode_rows": (
-        _given(types.uint8), _given(types.float32), _given(types.int64), types.int64, types.int64,
-        types.UniTuple(types.int64, 2), _given(types.int64), _filled(types.float32), _filled(types.float64),
-        _filled(types.uint16), types.boolean,
+        _given(_BYTE), _given(_SINGLE), _given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2), _given(_SIZE),
+        _filled(_SINGLE), _filled(types.float64), _filled(types.uint16), types.boolean,
     ),
-    "widen_rows": (_given(types.uint16), types.boolean, _filled(types.float32)),
+    "widen_rows": (_given(types.uint16), types.boolean, _filled(_SINGLE)),
 }  # fmt: skip
 
 
@@ -61,67 +70,74 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 # ---- encoding
 
 
-def encode_rows(flat, columns, bits, method, limit, cast, codes, halves, singles, exact):
-    """Encode rows, one after another in `flat`; as `encode` does it piece by piece.
+def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, negative, exact):
+    """The extremes of rows, and what `minmax` or `symmetric` makes of them.
 
     Parameters
     ----------
     flat : float32 array (n * columns,)
     columns, bits : int
-    method : int
-        MINMAX or SYMMETRIC.
-    limit : float32
-        Smallest magnitude that overflows in the cast of DEC-2.
-    cast : tuple of three floats
-        Half a unit in the last place of the cast, relative and absolute; what a float64 source adds to the bound.
+    symmetric, half : bool
+        Which encoder; whether the qparams are float16.
+    low, high, scale, bias : float32 array (n,)
+        Are filled.
+    negative, exact : uint8 array (n,)
+        Are filled with 1 for rows that are all -0.0; that break DEC-5.
+    """
+    _extremes(flat.view(I32), columns, exact.size, low, high, negative)
+    step, first = np.empty(exact.size, F64), np.empty(exact.size, F64)
+    steps = F64(max((1 << bits) - 2, 1) if symmetric else (1 << bits) - 1)
+    for r in range(exact.size):
+        a, b = low[r], high[r]
+        largest = F32((b if b > -a else -a) + F32(0))
+        a = F32(F32(0) - largest) if symmetric else a
+        b = largest if symmetric else b
+        first[r] = F64(a)
+        step[r] = (F64(b) - F64(a)) / steps
+    _stored(step, first, half, scale, bias)
+    top = F64((1 << bits) - 1)
+    for r in range(exact.size):
+        reached = _reach(F64(low[r]), F64(high[r]), F64(scale[r]), F64(bias[r]), top)
+        exact[r] = U8(0) if reached <= 0.505 * step[r] else U8(1)
+
+
+def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exact, codes, halves, singles):
+    """Codes, packed, and qparams as they are stored; rows that must be exact (EXA-2).
+
+    Parameters
+    ----------
+    flat, columns, bits, low, high, scale, bias, negative, exact
+        As `measure_rows` has them, or with better scales and biases. `scale` and `bias` are used up.
+    cast : tuple of four floats
+        Half a unit in the last place of the cast of DEC-2, relative and absolute; what a float64 source adds to the
+        bound; the smallest magnitude that overflows in the cast.
     codes : uint8 array (n * packed width,)
         Receives the packed codes.
     halves, singles : uint32 and uint64 array (n,)
         That of them which is not empty receives the bits of scale and, above them, bias.
-    exact : uint8 array (n,)
-        Receives 1 for rows that are to be exact.
 
     Returns
     -------
     float
-        The error bound of the rows that are not.
+        The error bound of the rows that are not exact.
     """
-    rows = exact.size
-    half = halves.size > 0
+    top, rows = F32((1 << bits) - 1), exact.size
+    _inexpressible(low, high, negative, scale, bias, top, F32(cast[3]), exact)
+    bound = _bound(low, high, scale, bias, F64(top), cast, exact)
+    _store(scale, bias, exact, halves, singles)
+    if bits == 8:
+        _codes(flat, columns, rows, scale, bias, top, codes, columns)
+        return bound
     size = max(1, min(rows, BLOCK // columns))
-    ints = flat.view(I32)
-    low, high, negative = np.empty(size, F32), np.empty(size, F32), np.empty(size, U8)
-    first, last = np.empty(size, F32), np.empty(size, F32)
-    scale, bias = np.empty(size, F32), np.empty(size, F32)
     width = (columns * bits + 7) // 8
-    stride = columns if bits == 8 else width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
+    stride = width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
     buffer = np.zeros(size * stride, U8)
-    top = F32((1 << bits) - 1)
-    bound = 0.0
     for start in range(0, rows, size):
         count = min(size, rows - start)
         block = flat[start * columns : (start + count) * columns]
-        _extremes(ints[start * columns : (start + count) * columns], columns, count, low, high, negative)
-        if method == SYMMETRIC:
-            for r in range(count):
-                last[r] = max(high[r], -low[r])
-                first[r] = -last[r]
-            steps = max((1 << bits) - 2, 1)
-        else:
-            first[:count] = low[:count]
-            last[:count] = high[:count]
-            steps = (1 << bits) - 1
-        marks = exact[start : start + count]
-        _spans(low, high, first, last, F64(steps), F64(top), half, scale, bias, marks)
-        _inexpressible(low, high, negative, scale, bias, top, limit, marks)
-        bound = max(bound, _bound(low, high, scale, bias, F64(top), cast, marks))
-        _store(scale, bias, marks, halves[start : start + count], singles[start : start + count])
-        target = codes[start * width : (start + count) * width]
-        if bits == 8:
-            _codes(block, columns, count, scale, bias, top, target, stride)
-        else:
-            _codes(block, columns, count, scale, bias, top, buffer, stride)
-            _pack(buffer, stride, count, columns, bits, target, width)
+        stop = start + count
+        _codes(block, columns, count, scale[start:stop], bias[start:stop], top, buffer, stride)
+        _pack(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
     return bound
 
 
@@ -154,33 +170,25 @@ def _extremes(ints, columns, rows, low, high, negative):
 
 
 @register_jitable
-def _spans(low, high, first, last, steps, top, half, scale, bias, exact):
-    """Scale and bias that span `first` to `last` in `steps`, as they are stored; rows that break DEC-5."""
-    rows = exact.size
-    step = np.empty(rows, F64)
-    scales, biases = np.empty(rows, F64), np.empty(rows, F64)
-    for r in range(rows):
-        step[r] = (F64(last[r]) - F64(first[r])) / steps
+def _stored(scales, biases, half, scale, bias):
+    """`stored_pairs`."""
+    rows = scales.size
+    rounded = np.empty(rows, F64)
     if half:
-        _to_halves(step, scales)
+        _to_halves(scales, rounded)
         for r in range(rows):
-            biases[r] = F64(first[r])
-        _to_halves(biases, biases)
+            scale[r] = F32(rounded[r])
+        _to_halves(biases, rounded)
+        for r in range(rows):
+            bias[r] = F32(rounded[r])
     else:
-        bits, rounded = step.view(U64), scales.view(U64)
+        bits, short = scales.view(U64), rounded.view(U64)
         for r in range(rows):
             b = bits[r]
-            rounded[r] = (b + U64((1 << 36) - 1) + ((b >> U64(37)) & U64(1))) & U64(0xFFFFFFE000000000)
+            short[r] = (b + U64((1 << 36) - 1) + ((b >> U64(37)) & U64(1))) & U64(0xFFFFFFE000000000)
         for r in range(rows):
-            scales[r] = F64(F32(scales[r]))
-            biases[r] = F64(first[r])
-    for r in range(rows):
-        s, b = scales[r], biases[r]
-        scale[r] = F32(s)
-        bias[r] = F32(b)
-    for r in range(rows):
-        reached = _reach(F64(low[r]), F64(high[r]), scales[r], biases[r], top)
-        exact[r] = U8(0) if reached <= 0.505 * step[r] else U8(1)
+            scale[r] = F32(rounded[r])
+            bias[r] = F32(biases[r])
 
 
 @register_jitable
@@ -207,6 +215,92 @@ def _to_halves(values, out):
         out[r] = -magnitude if v < 0 else magnitude
 
 
+def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
+    """`refine` or `greedy`: better scale and bias for those rows where it finds them; eight rows at a time.
+
+    Parameters are those of `measure_rows`, and `options`: for `refine` margin, half the spread, and pairs of shift and
+    factor; for `greedy` the step and the number of steps.
+    """
+    rows, top = exact.size, F32((1 << bits) - 1)
+    values, found = np.empty(columns * LANES, F32), np.empty(2 * LANES, F32)
+    origin, width, inverse = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, F32)
+    for r in range(rows):
+        inverse[r] = F32(top / F32(high[r] - low[r]))
+    for start in range(0, rows, LANES):
+        count = min(LANES, rows - start)
+        _normalize(flat, columns, start, count, low, inverse, values)
+        if greedily:
+            lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
+        else:
+            lanes_refine(values, columns, top, options, options.size // 2 - 1, found)
+        for l in range(count):
+            origin[start + l] = found[l]
+            width[start + l] = found[LANES + l]
+    scales, biases = np.empty(rows, F64), np.empty(rows, F64)
+    for r in range(rows):
+        step = (F64(high[r]) - F64(low[r])) / F64(top)
+        scales[r] = F64(width[r]) * step
+        biases[r] = F64(low[r]) + F64(origin[r]) * step
+    new_scale, new_bias, better = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, U8)
+    _stored(scales, biases, half, new_scale, new_bias)
+    risks = 0
+    for r in range(rows):
+        s, b = F32(new_scale[r] * inverse[r]), F32(F32(new_bias[r] - low[r]) * inverse[r])
+        moved = F32(abs(F32(b - origin[r])) + F32(top * abs(F32(s - width[r]))))
+        fits = (exact[r] == 0) & (F32(high[r] - low[r]) > NARROWEST) & (width[r] > 0)
+        better[r] = U8(0) if not fits else U8(1) if moved <= RISK else U8(2)
+        risks += better[r] == 2
+    if risks:
+        _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
+    for r in range(rows):
+        scale[r] = new_scale[r] if better[r] else scale[r]
+        bias[r] = new_bias[r] if better[r] else bias[r]
+
+
+lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
+lanes_normalize = lanes.normalize
+
+
+@register_jitable
+def _normalize(flat, columns, start, count, low, inverse, values):
+    """Rows to lanes, in steps of `minmax`; lanes without a row are 0."""
+    done, given = 0, np.zeros(2 * LANES, F32)
+    for l in range(count):
+        given[l] = low[start + l]
+        given[LANES + l] = inverse[start + l]
+    if count == LANES:
+        lanes_normalize(flat, start * columns, columns, columns // LANES, given, values)
+        done = columns // LANES * LANES
+    else:
+        values[: columns * LANES] = F32(0)
+    for j in range(done, columns):
+        for l in range(count):
+            values[j * LANES + l] = F32(F32(flat[(start + l) * columns + j] - given[l]) * given[LANES + l])
+
+
+@register_jitable
+def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
+    """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
+    given, errors = np.ones(2 * LANES, F32), np.empty(4 * LANES, F32)
+    for start in range(0, better.size, LANES):
+        count = min(LANES, better.size - start)
+        risky = False
+        for r in range(start, start + count):
+            risky |= better[r] == 2
+        if not risky:
+            continue
+        _normalize(flat, columns, start, count, low, inverse, values)
+        for which in range(2):
+            for l in range(count):
+                r = start + l
+                given[l] = F32(F32((new_bias[r] if which else bias[r]) - low[r]) * inverse[r])
+                given[LANES + l] = F32((new_scale[r] if which else scale[r]) * inverse[r])
+            lanes_squared_error(values, columns, top, given, 0, errors[2 * which * LANES :])
+        for l in range(count):
+            if better[start + l] == 2:
+                better[start + l] = U8(errors[2 * LANES + l] <= errors[l])
+
+
 @register_jitable
 def _inexpressible(low, high, negative, scale, bias, top, limit, exact):
     """Rows that must be exact whatever the encoder (EXA-2, DEC-2, DEC-3)."""
@@ -221,7 +315,7 @@ def _inexpressible(low, high, negative, scale, bias, top, limit, exact):
 def _bound(low, high, scale, bias, top, cast, exact):
     """The largest of `_error_bounds` over the rows that are not exact."""
     bounds = np.empty(exact.size, F64)
-    relative, absolute, wide = cast
+    relative, absolute, wide, _ = cast
     unit = 2.0**-20
     for r in range(exact.size):
         s, b = F64(scale[r]), F64(bias[r])

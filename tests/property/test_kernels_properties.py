@@ -43,9 +43,10 @@ def bits_of(quantized: Quantized) -> tuple[Any, ...]:
 
 
 class TestEncoding:
-    @given(tables(), widths, qparams_dtypes)
-    def test_minmax(self, values: Array, bits: int, dtype: str | None) -> None:
-        reference, fast = both(values, bits, "minmax", dtype)
+    @pytest.mark.parametrize("encoder", ["minmax", "symmetric", "refine"])
+    @given(values=tables(), bits=widths, dtype=qparams_dtypes)
+    def test_same_bits(self, encoder: str, values: Array, bits: int, dtype: str | None) -> None:
+        reference, fast = both(values, bits, encoder, dtype)
         assert bits_of(fast) == bits_of(reference)
 
     @given(tables(), widths, st.booleans(), st.booleans())
