@@ -15,9 +15,10 @@ from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, NotARunError
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BitRule, Bits, check_policy
+from checkrun_format.quantize import Method
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
-from checkrun_format.state import State
+from checkrun_format.state import State, checked_encoder
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
 from checkrun_format.verify import verify_checkpoint, verify_run
 from checkrun_format.versions import FORMAT_VERSION
@@ -33,6 +34,7 @@ def open_run(
     policy: str = "intermittent",
     bits: Bits = None,
     expected_restores: float | None = None,
+    encoder: str | Method | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     durable: bool = True,
     takeover: bool = False,
@@ -53,6 +55,10 @@ def open_run(
         these, as in `{"emb*": {"weight": 4, "exp_avg": 8}}`. "auto": by `expected_restores`, as Check-N-Run does.
     expected_restores : float
         For bits="auto": how many restores are expected over the whole run.
+    encoder : str or Method, optional
+        How fields are quantized: `refine`, `minmax`, `symmetric`, `greedy` or `torch_compat`, by its name alone or as
+        `quantize.Method` with parameters. By default `refine` up to 4 bits, `minmax` above. What is written by one can
+        be read without knowing which.
     chunk_bytes : int
         Size of the largest chunk; smaller suits reading single rows.
     durable : bool
@@ -71,7 +77,8 @@ def open_run(
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable)
-    run = Run(store, mode, policy=policy, rule=rule, chunk_bytes=chunk_bytes)
+    method = None if encoder is None else checked_encoder(encoder, "encoder")
+    run = Run(store, mode, Options(policy=check_policy(policy), rule=rule, encoder=method, chunk_bytes=chunk_bytes))
     if takeover:
         run.take_over()
     return run
@@ -93,8 +100,7 @@ def _create_run(store: Store) -> None:
 class Run:
     """One training history; from `open_run`."""
 
-    def __init__(self, store: Store, mode: str, *, policy: str, rule: BitRule, chunk_bytes: int) -> None:
-        options = Options(policy=check_policy(policy), rule=rule, chunk_bytes=chunk_bytes)
+    def __init__(self, store: Store, mode: str, options: Options) -> None:
         self._store = store
         self._history = History(store)
         if mode == "a":

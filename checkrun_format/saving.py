@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from checkrun_format.ledger import Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BitRule
+from checkrun_format.quantize import Method
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
 from checkrun_format.rows import Ids, RowSet, Selection
@@ -48,6 +49,7 @@ class Options:
 
     policy: str
     rule: BitRule
+    encoder: Method | None
     chunk_bytes: int
 
 
@@ -131,6 +133,8 @@ class Saver:
             {},
             rule=self._options.rule,
             bits=source.bits,
+            encoders=source.encoders,
+            encoder=self._options.encoder,
             store_as=source.store_as,
             restores=self.ledger.restores(),
         )
@@ -397,6 +401,7 @@ class Saver:
             "predecessor": None if self.ledger.latest is None else self.ledger.latest.sequence,
             "chunk_bytes": self._options.chunk_bytes,
             "bits": self._options.rule.bits,
+            "encoder": None if self._options.encoder is None else list(astuple(self._options.encoder)),
             "expected_restores": self._options.rule.expected_restores,
             "restores": self.ledger.restores(),
         }

@@ -2,7 +2,22 @@
 
 from checkrun_format.quantize.decode import decode, decode_affine
 from checkrun_format.quantize.encode import ENCODERS, Encoder, encode
+from checkrun_format.quantize.engine import set_threads
+from checkrun_format.quantize.measure import sampled_l2
+from checkrun_format.quantize.method import Method, method
 from checkrun_format.quantize.narrow import narrow
 from checkrun_format.quantize.record import Quantized
 
-__all__ = ["ENCODERS", "Encoder", "Quantized", "decode", "decode_affine", "encode", "narrow"]
+__all__ = [
+    "ENCODERS",
+    "Encoder",
+    "Method",
+    "Quantized",
+    "decode",
+    "decode_affine",
+    "encode",
+    "method",
+    "narrow",
+    "sampled_l2",
+    "set_threads",
+]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,13 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import U8, checked_bits, checked_columns, pack, packed_width, row_pieces
 from checkrun_format.quantize import engine
 from checkrun_format.quantize.decode import F32, F64, reach
+from checkrun_format.quantize.greedy import greedy, steps_of
+from checkrun_format.quantize.method import Method, method
 from checkrun_format.quantize.minmax import minmax, symmetric
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
 from checkrun_format.quantize.refine import refine
-from checkrun_format.quantize.trials import plan
+from checkrun_format.quantize.torch_compat import torch_compat
+from checkrun_format.quantize.trials import moves
 
 Mask = npt.NDArray[np.bool_]
 
@@ -38,10 +41,16 @@ class Encoder(Protocol):
         ...
 
 
-ENCODERS: dict[str, Encoder] = {"minmax": minmax, "refine": refine, "symmetric": symmetric}
-"""The encoders by name."""
+ENCODERS: dict[str, Callable[..., Any]] = {
+    "greedy": greedy,
+    "minmax": minmax,
+    "refine": refine,
+    "symmetric": symmetric,
+    "torch_compat": torch_compat,
+}
+"""The encoders by name; some have parameters (`Method`) besides those of `Encoder`."""
 
-_COMPILED: tuple[Encoder, ...] = (minmax, symmetric, refine)
+_COMPILED = ("greedy", "minmax", "refine", "symmetric")
 """Those that `kernels` has too."""
 
 _ROUNDING = 2.0**-20
@@ -52,7 +61,9 @@ _CAST_LIMITS = {"float16": 65520.0, "bfloat16": (2 - 2.0**-8) * 2.0**127}
 _WIDEST_TRANSPOSED = 192
 
 
-def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str | None = None) -> Quantized:
+def encode(
+    values: Array, bits: int, encoder: str | Method | None = None, qparams_dtype: str | None = None
+) -> Quantized:
     """Quantize rows; those that codes cannot represent faithfully are kept exact (EXA-2).
 
     Exact are rows with NaN or infinities, all of -0.0, whose decoded values might overflow (DEC-2), or that break the
@@ -73,11 +84,11 @@ def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str
         Any strides and byte order; columns at least 1.
     bits : int
         1 to 8.
-    encoder : str
-        A name in `ENCODERS`.
+    encoder : str or Method, optional
+        A name in `ENCODERS`, alone or with parameters. By default `refine` up to 4 bits, `minmax` above.
     qparams_dtype : str, optional
         "float16" or "float32". By default float16, unless more than one row in a hundred would have to be exact and
-        float32 makes them fewer.
+        float32 makes them fewer; for `torch_compat`, as torch.
 
     Returns
     -------
@@ -103,6 +114,8 @@ def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str
     job = _checked_job(values, bits, encoder)
     if qparams_dtype not in (None, *QPARAMS_DTYPES):
         raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
+    if job.method.name == "torch_compat":
+        qparams_dtype = qparams_dtype or ("float32" if job.bits == 8 else "float16")
     rows, columns = job.values.shape
     codes = np.empty((rows, packed_width(columns, job.bits)), np.uint8)
     with np.errstate(all="ignore"):
@@ -116,7 +129,7 @@ def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str
         bits=job.bits,
         columns=columns,
         dtype=job.dtype,
-        encoder=encoder,
+        encoder=job.method.name,
         error_bound=bound,
     )
 
@@ -126,20 +139,22 @@ class _Job:
     values: Array
     bits: int
     dtype: str
-    encoder: Encoder
+    method: Method
 
     @property
-    def greedy(self) -> bool:
-        """Which of the searches."""
-        return False
+    def encoder(self) -> Encoder:
+        """With its parameters."""
+        parameters = {"num_bins": self.method.num_bins, "ratio": self.method.ratio}
+        given = {name: value for name, value in parameters.items() if value is not None}
+        found: Encoder = partial(ENCODERS[self.method.name], **given) if given else ENCODERS[self.method.name]
+        return found
 
     @property
     def options(self) -> F32:
-        """What `kernels.refine_rows` has to know."""
-        if self.encoder is not refine:
-            return np.empty(0, np.float32)
-        trials = plan(self.bits, self.values.shape[1])
-        return np.array([trials.margin, trials.spread / 2, *trials.moves.reshape(-1)], np.float32)
+        """What `kernels.search_rows` has to know."""
+        if self.method.name == "greedy":
+            return np.array(steps_of(self.bits, self.method.num_bins or 0, self.method.ratio or 0.0), np.float32)
+        return moves(self.bits, self.values.shape[1]).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,23 +167,24 @@ class _Rows:
         return _Rows(values=self.values[mask], low=self.low[mask], high=self.high[mask])
 
 
-def _checked_job(values: object, bits: int, encoder: str) -> _Job:
-    if encoder not in ENCODERS:
-        raise InvalidInputError(f"unknown encoder {encoder!r}; known are {', '.join(sorted(ENCODERS))}")
+def _checked_job(values: object, bits: int, encoder: str | Method | None) -> _Job:
+    chosen = method(encoder, checked_bits(bits))
+    if chosen.name not in ENCODERS:
+        raise InvalidInputError(f"unknown encoder {chosen.name!r}; known are {', '.join(sorted(ENCODERS))}")
     if not isinstance(values, np.ndarray) or values.ndim != 2:
         raise InvalidInputError("values must be a numpy array of two dimensions")
     checked_columns(values.shape[1])
     dtype = dtypes.name_of(values.dtype)
     if dtype not in dtypes.FLOATING:
         raise InvalidInputError(f"values must be one of {', '.join(sorted(dtypes.FLOATING))}, not {dtype}")
-    return _Job(values=np.asarray(values), bits=checked_bits(bits), dtype=dtype, encoder=ENCODERS[encoder])
+    return _Job(values=np.asarray(values), bits=checked_bits(bits), dtype=dtype, method=chosen)
 
 
 def _fill(codes: U8, job: _Job, qparams_dtype: str, *, may_widen: bool) -> tuple[Array, int, float]:
     """Fill `codes`; the qparams, how many rows are exact, and the error bound."""
     total, columns = job.values.shape
     qparams = np.empty((total, 2), qparams_dtype)
-    kernels = engine.kernels(job.values.size) if job.encoder in _COMPILED else None
+    kernels = engine.kernels(job.values.size) if job.method.name in _COMPILED else None
     fill: Callable[[slice], tuple[int, float]] = (
         partial(_fill_piece, job, codes, qparams)
         if kernels is None
@@ -217,11 +233,12 @@ class _CompiledEncoding:
         low, high, scale, bias = np.empty((4, rows), np.float32)
         negative, exact = np.empty((2, rows), np.uint8)
         kernels, compiled = self.kernels, self.kernels.compiled
-        symmetrically = job.encoder is symmetric
+        name = job.method.name
         measured = (low, high, scale, bias)
-        compiled(kernels.measure_rows)(flat, columns, job.bits, symmetrically, half, *measured, negative, exact)
-        if job.encoder is refine:
-            compiled(kernels.search_rows)(flat, columns, job.bits, half, job.greedy, job.options, *measured, exact)
+        compiled(kernels.measure_rows)(flat, columns, job.bits, name == "symmetric", half, *measured, negative, exact)
+        if name in ("greedy", "refine"):
+            greedily = name == "greedy"
+            compiled(kernels.search_rows)(flat, columns, job.bits, half, greedily, job.options, *measured, exact)
         relative, absolute = _HALF_UNITS.get(job.dtype, (0.0, 0.0))
         wide = 2.0**-149 if job.dtype == "float64" else 0.0
         bound = compiled(kernels.write_rows)(

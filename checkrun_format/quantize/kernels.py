@@ -218,12 +218,12 @@ def _to_halves(values, out):
 def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
     """`refine` or `greedy`: better scale and bias for those rows where it finds them; eight rows at a time.
 
-    Parameters are those of `measure_rows`, and `options`: for `refine` margin, half the spread, and pairs of shift and
-    factor; for `greedy` the step and the number of steps.
+    Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the step and the number of steps.
     """
     rows, top = exact.size, F32((1 << bits) - 1)
-    values, found = np.empty(columns * LANES, F32), np.empty(2 * LANES, F32)
+    values, found = np.empty(columns * LANES, F32), np.empty(3 * LANES, F32)
     origin, width, inverse = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, F32)
+    error = np.empty(rows, F32)
     for r in range(rows):
         inverse[r] = F32(top / F32(high[r] - low[r]))
     for start in range(0, rows, LANES):
@@ -232,10 +232,11 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         if greedily:
             lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
         else:
-            lanes_refine(values, columns, top, options, options.size // 2 - 1, found)
+            lanes_refine(values, columns, top, options, options.size // 2, found)
         for l in range(count):
             origin[start + l] = found[l]
             width[start + l] = found[LANES + l]
+            error[start + l] = found[2 * LANES + l]
     scales, biases = np.empty(rows, F64), np.empty(rows, F64)
     for r in range(rows):
         step = (F64(high[r]) - F64(low[r])) / F64(top)
@@ -248,7 +249,7 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         s, b = F32(new_scale[r] * inverse[r]), F32(F32(new_bias[r] - low[r]) * inverse[r])
         moved = F32(abs(F32(b - origin[r])) + F32(top * abs(F32(s - width[r]))))
         fits = (exact[r] == 0) & (F32(high[r] - low[r]) > NARROWEST) & (width[r] > 0)
-        better[r] = U8(0) if not fits else U8(1) if moved <= RISK else U8(2)
+        better[r] = U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) <= F32(RISK * error[r]) else U8(2)
         risks += better[r] == 2
     if risks:
         _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
@@ -281,7 +282,7 @@ def _normalize(flat, columns, start, count, low, inverse, values):
 @register_jitable
 def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
     """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
-    given, errors = np.ones(2 * LANES, F32), np.empty(4 * LANES, F32)
+    given, errors = np.ones(2 * LANES, F32), np.empty(2 * LANES, F32)
     for start in range(0, better.size, LANES):
         count = min(LANES, better.size - start)
         risky = False
@@ -295,10 +296,10 @@ def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias,
                 r = start + l
                 given[l] = F32(F32((new_bias[r] if which else bias[r]) - low[r]) * inverse[r])
                 given[LANES + l] = F32((new_scale[r] if which else scale[r]) * inverse[r])
-            lanes_squared_error(values, columns, top, given, 0, errors[2 * which * LANES :])
+            lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :])
         for l in range(count):
             if better[start + l] == 2:
-                better[start + l] = U8(errors[2 * LANES + l] <= errors[l])
+                better[start + l] = U8(errors[LANES + l] <= errors[l])
 
 
 @register_jitable

@@ -138,13 +138,13 @@ class _Rows:
         return self.sums(body, 1)[0]
 
 
-def _refine(rows: _Rows, options: Any, moves: Any) -> tuple[_Vector, _Vector]:
+def _refine(rows: _Rows, options: Any, moves: Any) -> Sequence[_Vector]:
     b, top, n = rows.builder, rows.top, rows.count()
 
     def option(index: Any) -> _Vector:
         return rows.everywhere(b.load(b.gep(options, [index])))
 
-    total, squares = rows.sums(lambda value: [value, value * value], 2)
+    (total,) = rows.sums(lambda value: [value], 1)
     mean = total / n
     origin, width, best = (_Variable.of(rows.constant(start)) for start in (0.0, 1.0, float("inf")))
 
@@ -170,20 +170,15 @@ def _refine(rows: _Rows, options: Any, moves: Any) -> tuple[_Vector, _Vector]:
         origin.set((mean - fitted * mean_code).where(less, origin.get()))
         width.set(fitted.where(less, width.get()))
 
-    first = option(ir.Constant(_INDEX, 0)) * top
-    attempt(first, (top - first - first) / top)
-    variance = (squares / n - mean * mean).at_least(0.0)
-    deviation = variance.called("sqrt") * option(ir.Constant(_INDEX, 1))
-    start = (mean - deviation).at_least(0.0)
-    attempt(start, ((mean + deviation).at_most(top) - start) / top)
+    attempt(origin.get(), width.get())
     with cgutils.for_range(b, moves) as loop:
-        shift_at = b.add(b.shl(loop.index, ir.Constant(_INDEX, 1)), ir.Constant(_INDEX, 2))
-        shift, factor = option(shift_at), option(b.add(shift_at, ir.Constant(_INDEX, 1)))
+        at = b.shl(loop.index, ir.Constant(_INDEX, 1))
+        shift, factor = option(at), option(b.add(at, ir.Constant(_INDEX, 1)))
         attempt(origin.get() + shift * (top * width.get()), width.get() * factor)
-    return origin.get(), width.get()
+    return origin.get(), width.get(), best.get()
 
 
-def _greedy(rows: _Rows, options: Any, steps: Any) -> tuple[_Vector, _Vector]:
+def _greedy(rows: _Rows, options: Any, steps: Any) -> Sequence[_Vector]:
     b, top = rows.builder, rows.top
     step = rows.everywhere(b.load(options))
     low, high = _Variable.of(rows.constant(0.0)), _Variable.of(top)
@@ -201,14 +196,14 @@ def _greedy(rows: _Rows, options: Any, steps: Any) -> tuple[_Vector, _Vector]:
         best.set(error.where(less, best.get()))
         best_low.set(low.get().where(less, best_low.get()))
         best_width.set(((high.get() - low.get()) / top).where(less, best_width.get()))
-    return best_low.get(), best_width.get()
+    return best_low.get(), best_width.get(), best.get()
 
 
-def _search(find: Callable[[_Rows, Any, Any], tuple[_Vector, _Vector]]) -> Any:
+def _search(find: Callable[[_Rows, Any, Any], Sequence[_Vector]]) -> Any:
     """A function `f(values, columns, top, options, count, found)`.
 
     `values` is a float32 array (columns * LANES,), `options` one of what `find` takes from it, `count` the number of
-    its moves; `found` (2 * LANES,) receives origin and width of a step.
+    its moves; `found` (3 * LANES,) receives origin and width of a step, and the squared error.
     """
 
     def search(_: Any, values: Any, columns: Any, top: Any, options: Any, count: Any, found: Any) -> Any:
@@ -234,15 +229,14 @@ greedy = _search(_greedy)
 squared_error = _search(lambda rows, options, count: _given_error(rows, options))
 
 
-def _given_error(rows: _Rows, options: Any) -> tuple[_Vector, _Vector]:
-    """The squared error of the origins and widths in `options`, twice."""
+def _given_error(rows: _Rows, options: Any) -> Sequence[_Vector]:
+    """The squared error of the origins and widths in `options`."""
     vectors = rows.builder.bitcast(options, _VECTOR.as_pointer())
     origin, width = (
         _Vector(rows.builder, rows.builder.load(rows.builder.gep(vectors, [ir.Constant(_INDEX, n)]), align=4))
         for n in range(2)
     )
-    error = rows.squared_error(origin, width)
-    return error, error
+    return [rows.squared_error(origin, width)]
 
 
 @intrinsic

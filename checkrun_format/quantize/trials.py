@@ -1,8 +1,6 @@
-"""Which ranges the searches try, and when they leave a row as `minmax` has it."""
+"""What `refine` tries, and when the encoders that search leave a row as `minmax` has it."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,48 +8,35 @@ import numpy.typing as npt
 NARROWEST = np.float32(2.0**-100)
 """Range of a row up to which it is left as `minmax` has it."""
 
-RISK = np.float32(0.125)
-"""Steps by which the rounding of the qparams may move a value unless the row is then compared with `minmax`."""
+RISK = np.float32(0.02)
+"""Part of its squared error that the rounding of the qparams may add unless the row is compared with `minmax`."""
 
 WIDE = 160
 """Columns above which rows get the longer search."""
 
+_Move = tuple[str, float]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The trials of a search.
-
-    Attributes
-    ----------
-    margin : float
-        The first trial leaves out this part of the range at both ends.
-    spread : float
-        The second trial spans as many standard deviations around the mean, within the range.
-    moves : float32 array (k, 2)
-        Every other trial shifts the best range so far by a part of its width, and multiplies its width.
-    """
-
-    margin: float
-    spread: float
-    moves: npt.NDArray[np.float32]
-
-
-def _plan(margin: float, spread: float, *moves: tuple[str, float]) -> Plan:
-    """`low` and `high` move an end inwards, `both` move both ends, `shift` moves all upwards; by parts of the width."""
-    rows = [(0.0 if end == "high" else p, 1 - {"both": 2 * p, "shift": 0.0}.get(end, p)) for end, p in moves]
-    return Plan(margin=margin, spread=spread, moves=np.array(rows, np.float32))
-
-
-_PLANS = {
-    2: _plan(0.08, 3.1, ("both", 0.06), ("shift", -0.06), ("shift", 0.04), ("shift", -0.02), ("shift", 0.02)),
-    3: _plan(0.06, 4.5, ("high", 0.04), ("shift", 0.02), ("shift", -0.01), ("shift", 0.01), ("low", -0.04)),
-    4: _plan(0.02, 5.0, ("shift", 0.02), ("high", 0.015), ("low", 0.007), ("low", -0.01), ("high", -0.007)),
-    8: _plan(0.0, 8.0, ("high", -0.004), ("both", -0.004), ("shift", 0.0), ("low", -0.001)),
+_MOVES: dict[int, tuple[_Move, ...]] = {
+    2: (("both", 0.08), ("high", 0.06), ("shift", 0.06), ("shift", -0.03), ("shift", 0.02), ("high", 0.02)),
+    3: (
+        *(("both", 0.04), ("high", 0.06), ("low", 0.04), ("shift", -0.01)),
+        *(("shift", 0.01), ("high", 0.01), ("high", -0.08)),
+    ),
+    4: (
+        *(("both", 0.02), ("high", 0.03), ("shift", 0.01), ("high", 0.01)),
+        *(("low", 0.007), ("low", -0.03), ("both", -0.007)),
+    ),
+    8: (("high", -0.004), ("both", -0.004), ("shift", 0.0), ("low", -0.001), ("high", 0.001)),
 }
+"""By width: move the `low` or the `high` end inwards, `both` ends, or `shift` the range up, by a part of its width.
+
+Chosen by a beam search for the sequences of least error, over normal, Laplace, Student-t, uniform and skewed rows of 16
+to 128 columns and a real table of 384, relative to `greedy` with 45 bins. More moves gain less and less.
+"""
 
 
-def plan(bits: int, columns: int) -> Plan:
-    """The search for rows of so many columns."""
-    chosen = _PLANS[min(known for known in _PLANS if known >= bits)]
-    again = 2 if columns > WIDE else 1
-    return Plan(margin=chosen.margin, spread=chosen.spread, moves=np.tile(chosen.moves, (again, 1)))
+def moves(bits: int, columns: int) -> npt.NDArray[np.float32]:
+    """The trials after the first, for rows of so many columns: pairs of shift and factor of the width, (k, 2)."""
+    chosen = _MOVES[min(known for known in _MOVES if known >= bits)]
+    pairs = [(0.0 if end == "high" else p, 1 - {"both": 2 * p, "shift": 0.0}.get(end, p)) for end, p in chosen]
+    return np.array(pairs * (2 if columns > WIDE else 1), np.float32)

@@ -43,7 +43,7 @@ def bits_of(quantized: Quantized) -> tuple[Any, ...]:
 
 
 class TestEncoding:
-    @pytest.mark.parametrize("encoder", ["minmax", "symmetric", "refine"])
+    @pytest.mark.parametrize("encoder", ["minmax", "symmetric", "refine", "greedy"])
     @given(values=tables(), bits=widths, dtype=qparams_dtypes)
     def test_same_bits(self, encoder: str, values: Array, bits: int, dtype: str | None) -> None:
         reference, fast = both(values, bits, encoder, dtype)
