@@ -7,6 +7,7 @@ from checkrun_format.quantize.measure import sampled_l2
 from checkrun_format.quantize.method import Method, method
 from checkrun_format.quantize.narrow import narrow
 from checkrun_format.quantize.record import Quantized
+from checkrun_format.quantize.tune import tune
 
 __all__ = [
     "ENCODERS",
@@ -20,4 +21,5 @@ __all__ = [
     "narrow",
     "sampled_l2",
     "set_threads",
+    "tune",
 ]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.packing import U8, checked_bits, checked_columns, pack, packed_width, row_pieces
+from checkrun_format.packing import U8, checked_bits, checked_columns, checked_out, pack, packed_width, row_pieces
 from checkrun_format.quantize import engine
 from checkrun_format.quantize.decode import F32, F64, reach
 from checkrun_format.quantize.greedy import greedy, steps_of
@@ -62,7 +62,11 @@ _WIDEST_TRANSPOSED = 192
 
 
 def encode(
-    values: Array, bits: int, encoder: str | Method | None = None, qparams_dtype: str | None = None
+    values: Any,
+    bits: int,
+    encoder: str | Method | None = None,
+    qparams_dtype: str | None = None,
+    codes: U8 | None = None,
 ) -> Quantized:
     """Quantize rows; those that codes cannot represent faithfully are kept exact (EXA-2).
 
@@ -80,8 +84,8 @@ def encode(
 
     Parameters
     ----------
-    values : array (n, columns) of float16, bfloat16, float32 or float64
-        Any strides and byte order; columns at least 1.
+    values : array or torch tensor (n, columns) of float16, bfloat16, float32 or float64
+        Any strides and byte order; columns at least 1. A tensor is encoded on its device (`encode_tensor`).
     bits : int
         1 to 8.
     encoder : str or Method, optional
@@ -89,6 +93,9 @@ def encode(
     qparams_dtype : str, optional
         "float16" or "float32". By default float16, unless more than one row in a hundred would have to be exact and
         float32 makes them fewer; for `torch_compat`, as torch.
+
+    codes : uint8 array (n, packed_width(columns, bits)), optional
+        Receives the packed codes; in C order.
 
     Returns
     -------
@@ -111,13 +118,19 @@ def encode(
     >>> q.codes.tolist(), q.qparams.dtype.name, q.error_bound < 0.505 * 2 / 255 + 2**-20
     ([[0, 64, 128, 191, 255]], 'float16', True)
     """
+    if type(values).__module__ == "torch" and codes is None:
+        from checkrun_format.quantize.tensors import encode_tensor
+
+        return encode_tensor(values, bits, encoder, qparams_dtype)
     job = _checked_job(values, bits, encoder)
     if qparams_dtype not in (None, *QPARAMS_DTYPES):
         raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
     if job.method.name == "torch_compat":
         qparams_dtype = qparams_dtype or ("float32" if job.bits == 8 else "float16")
     rows, columns = job.values.shape
-    codes = np.empty((rows, packed_width(columns, job.bits)), np.uint8)
+    codes = checked_out(codes, (rows, packed_width(columns, job.bits)), np.dtype(np.uint8))
+    if not codes.flags.c_contiguous:
+        raise InvalidInputError("codes must be in C order, row after row")
     with np.errstate(all="ignore"):
         qparams, exact_rows, bound = _fill(codes, job, qparams_dtype or "float16", may_widen=qparams_dtype is None)
         exact_index = nan_rows(qparams[:, 0], exact_rows)

@@ -42,7 +42,7 @@ def _find(columns: F32, top: np.float32, *, step: np.float32, count: int) -> tup
     high = np.full_like(low, top)
     best_low: F32 = low
     best_width: F32 = np.full_like(low, 1)
-    best = squared_error(columns, best_low, best_width, top)
+    best: F32 = squared_error(columns, best_low, best_width, top)
     for _ in range(count):
         raised, lowered = low + step, high - step
         without_low = squared_error(columns, raised, (high - raised) / top, top)
@@ -52,5 +52,6 @@ def _find(columns: F32, top: np.float32, *, step: np.float32, count: int) -> tup
         error = np.where(up, without_low, without_high)
         less = error < best
         best = np.where(less, error, best)
-        best_low, best_width = np.where(less, low, best_low), np.where(less, (high - low) / top, best_width)
+        best_low = np.where(less, low, best_low)
+        best_width = np.where(less, (high - low) / top, best_width)
     return best_low, best_width, best

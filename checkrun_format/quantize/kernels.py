@@ -249,7 +249,9 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         s, b = F32(new_scale[r] * inverse[r]), F32(F32(new_bias[r] - low[r]) * inverse[r])
         moved = F32(abs(F32(b - origin[r])) + F32(top * abs(F32(s - width[r]))))
         fits = (exact[r] == 0) & (F32(high[r] - low[r]) > NARROWEST) & (width[r] > 0)
-        better[r] = U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) <= F32(RISK * error[r]) else U8(2)
+        better[r] = (
+            U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) <= F32(RISK * error[r]) else U8(2)
+        )
         risks += better[r] == 2
     if risks:
         _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)

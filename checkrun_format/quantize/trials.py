@@ -39,4 +39,6 @@ def moves(bits: int, columns: int) -> npt.NDArray[np.float32]:
     """The trials after the first, for rows of so many columns: pairs of shift and factor of the width, (k, 2)."""
     chosen = _MOVES[min(known for known in _MOVES if known >= bits)]
     pairs = [(0.0 if end == "high" else p, 1 - {"both": 2 * p, "shift": 0.0}.get(end, p)) for end, p in chosen]
-    return np.array(pairs * (2 if columns > WIDE else 1), np.float32)
+    if columns > WIDE:
+        pairs = [(0.05, 0.9), *pairs, *pairs]
+    return np.array(pairs, np.float32)

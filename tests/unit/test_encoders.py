@@ -15,7 +15,18 @@ import torch
 import checkrun_format as crf
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import unpack
-from checkrun_format.quantize import ENCODERS, Method, decode, encode, engine, method, sampled_l2
+from checkrun_format.quantize import (
+    ENCODERS,
+    Method,
+    Quantized,
+    decode,
+    encode,
+    engine,
+    method,
+    sampled_l2,
+    tensors,
+    tune,
+)
 
 Array = npt.NDArray[Any]
 F32 = np.float32
@@ -48,13 +59,13 @@ class TestSearches:
     def test_refine_against_greedy(self, kind: str, columns: int) -> None:
         values = rows(kind, 2000, columns, seed=columns)
         for bits in (2, 3, 4):
-            assert l2(values, bits, "refine").mean() <= 1.004 * l2(values, bits, Method("greedy", 45, 1.0)).mean()
+            assert l2(values, bits, "refine").mean() <= l2(values, bits, Method("greedy", 45, 1.0)).mean()
         assert l2(values, 8, "refine").mean() <= 0.96 * l2(values, 8, "minmax").mean()
 
     @pytest.mark.parametrize("encoder", ["refine", "greedy"])
     @pytest.mark.parametrize("bits", range(1, 9))
     def test_no_row_is_worse_than_minmax(self, encoder: str, bits: int) -> None:
-        values = np.concatenate([rows(kind, 200, 20) for kind in KINDS] + [100 + rows("normal", 200, 20)])
+        values = np.concatenate([rows(kind, 200, 20) for kind in KINDS] + [np.float32(100) + rows("normal", 200, 20)])
         values[::7, 3] *= 1000
         assert (l2(values, bits, encoder) <= 1.02 * l2(values, bits, "minmax") + 1e-6).all()
 
@@ -134,13 +145,91 @@ class TestTorch:
     def test_what_torch_would_lose_is_exact(self) -> None:
         values = np.array([[0.1, 0.1], [1e-9, 2e-9], [1e6, 2e6], [np.nan, 1], [0, 1]], F32)
         q = encode(values, 4, "torch_compat")
-        assert q.exact_index.tolist() == [0, 1, 2, 3] and np.array_equal(decode(q), values, equal_nan=True)
+        assert q.exact_index.tolist() == [0, 1, 2, 3]
+        assert np.array_equal(decode(q)[:4], values[:4], equal_nan=True)
+
+
+class TestTensors:
+    """Tensors are encoded where they are, by torch's operators: here on the CPU."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+    @pytest.mark.parametrize("encoder", ["minmax", "symmetric"])
+    def test_bits_of_the_reference(self, encoder: str, dtype: torch.dtype) -> None:
+        values = np.concatenate([rows(kind, 60, 37) for kind in KINDS] + [np.float32(100) + rows("normal", 60, 37)])
+        values[:3] *= F32(1e-38)
+        values[3:6] *= F32(1e-6)
+        values[6, 3], values[7, 2], values[8], values[9], values[10, 0] = np.nan, -np.inf, -0.0, 0.1, 7e4
+        tensor = torch.from_numpy(values).to(dtype)
+        array = tensors._on_host(tensor)
+        for bits in range(1, 9):
+            for qparams_dtype in (None, "float16", "float32"):
+                wanted, found = (
+                    encode(array, bits, encoder, qparams_dtype),
+                    encode(tensor, bits, encoder, qparams_dtype),
+                )
+                for name in ("codes", "qparams", "exact_index", "exact_values"):
+                    assert getattr(found, name).tobytes() == getattr(wanted, name).tobytes()
+                assert (found.error_bound, found.dtype, found.encoder) == (wanted.error_bound, wanted.dtype, encoder)
+
+    @pytest.mark.parametrize("encoder", ["refine", "greedy"])
+    def test_errors_of_the_reference(self, encoder: str) -> None:
+        for kind in KINDS:
+            values = rows(kind, 1000, 48)
+            for bits in (2, 4, 8):
+                found = decode(encode(torch.from_numpy(values), bits, encoder)).astype(np.float64) - values
+                assert np.sqrt((found**2).sum(1)).mean() == pytest.approx(l2(values, bits, encoder).mean(), rel=1e-3)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+    def test_decoding(self, dtype: torch.dtype) -> None:
+        tensor = torch.from_numpy(rows("normal", 300, 21)).to(dtype)
+        tensor[5, 2] = torch.nan
+        for bits in range(1, 9):
+            q = encode(tensor, bits)
+            out = torch.zeros((300, 42), dtype=dtype)[:, ::2]
+            assert tensors.decode_tensor(q, out) is out
+            assert tensors._on_host(out).tobytes() == decode(q).tobytes()
+
+    def test_products_and_sums_are_rounded_apart(self) -> None:
+        """DEC-1."""
+        scale, bias = F32(1 + 2.0**-23), F32(-3)
+        pair, none = np.array([[scale, bias]], F32), np.zeros(0, np.int64)
+        q = Quantized(
+            codes=np.array([[3]], np.uint8), qparams=pair, exact_index=none, exact_values=np.zeros((0, 1), F32),
+            bits=8, columns=1, dtype="float32", encoder="minmax", error_bound=0.0,
+        )  # fmt: skip
+        assert tensors.decode_tensor(q, torch.zeros((1, 1)))[0, 0] == F32(2.0**-21)
+
+    def test_refusals(self) -> None:
+        for given, told in (
+            (lambda: encode(torch.zeros(3), 4), "two dimensions"),
+            (lambda: encode(torch.zeros((3, 3), dtype=torch.int64), 4), "floating"),
+            (lambda: encode(torch.zeros((3, 3)), 4, "torch_compat"), "takes no tensors"),
+            (lambda: tensors.decode_tensor(encode(torch.zeros((3, 3)), 4), torch.zeros((3, 4))), "out must be float32"),
+        ):
+            with pytest.raises(InvalidInputError, match=told):
+                given()
+
+
+class TestTune:
+    def test_more_range_at_fewer_bits(self) -> None:
+        values = rows("normal", 3000, 64)
+        few, many = tune(values, 2), tune(values, 4)
+        assert few.name == many.name == "greedy"
+        assert (few.ratio or 0) >= 0.5 > (many.ratio or 1) and (many.num_bins or 0) > (few.num_bins or 99)
+        best = l2(values, 4, Method("greedy", 200, 0.8)).mean()
+        assert l2(values, 4, many).mean() <= 1.02 * best
+
+    def test_no_rows(self) -> None:
+        with pytest.raises(InvalidInputError, match="no row"):
+            tune(np.zeros((0, 3), F32), 4)
 
 
 class TestChoice:
     def test_default(self) -> None:
         assert [method(None, bits).name for bits in (1, 4, 5, 8)] == ["refine", "refine", "minmax", "minmax"]
-        assert encode(rows("normal", 3, 4), 4).encoder == "refine" and encode(rows("normal", 3, 4), 8).encoder == "minmax"
+        assert (
+            encode(rows("normal", 3, 4), 4).encoder == "refine" and encode(rows("normal", 3, 4), 8).encoder == "minmax"
+        )
 
     def test_default_parameters(self) -> None:
         filled = [method("greedy", bits) for bits in (2, 3, 4)]
@@ -202,20 +291,20 @@ class TestRun:
     def test_of_several_writers(self, tmp_path: Path) -> None:
         values = rows("normal", 3000, 16)
         run = crf.open_run(tmp_path, mode="a", bits=4, encoder=Method("greedy", 25))
-        with run.begin(writers=2) as save:
-            lists = []
-            for rank, low, high in ((0, 0, 1000), (1, 1000, 3000)):
-                writer = crf.join_save(save.token).writer(rank)
-                writer.put("t", {"weight": values[low:high]}, rows=(low, high), of=3000)
-                lists.append(writer.finish())
-            checkpoint = save.finish(lists)
+        save = run.begin(writers=2)
+        lists = []
+        for rank, low, high in ((0, 0, 1000), (1, 1000, 3000)):
+            writer = crf.join_save(save.token).writer(rank)
+            writer.put("t", {"weight": values[low:high]}, rows=(low, high), of=3000)
+            lists.append(writer.finish())
+        checkpoint = save.commit(lists)
         told = checkpoint.table("t").fields[0].encoder or {}
         assert (told["name"], told["num_bins"], told["exact_rows"]) == ("greedy", 25, 0)
         assert told["l2_error"] == pytest.approx(l2(values, 4, Method("greedy", 25)).mean(), rel=0.03)
 
     @pytest.mark.parametrize("encoder", ["best", {"weight": "best"}, {"none": "minmax"}, 5])
     def test_refusals(self, tmp_path: Path, encoder: Any) -> None:
-        with pytest.raises(InvalidInputError, match="best|none|5"):
+        with pytest.raises(InvalidInputError, match="best|none|mapping"):
             self.save(tmp_path, encoder=encoder)
         assert crf.open_run(tmp_path).latest(None) is None
 
