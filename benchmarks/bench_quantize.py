@@ -125,7 +125,7 @@ def peers(megabytes: int, rounds: int, seed: int, threads: int) -> dict[str, flo
             encode(few, bits, method)
 
     operators = torch.ops.quantized
-    jobs: dict[str, tuple[Array, Callable[[], object]]] = {
+    jobs: dict[str, tuple[Any, Callable[[], object]]] = {
         "minmax 8": (values, lambda: encode(values, 8, "minmax")),
         "minmax 4": (values, lambda: encode(values, 4, "minmax")),
         "torch byte_prepack": (values, lambda: operators.embedding_bag_byte_prepack(given)),
@@ -136,13 +136,11 @@ def peers(megabytes: int, rounds: int, seed: int, threads: int) -> dict[str, flo
     for bits, bins, ratio in ((4, 45, 0.2), (4, 45, 1.0), (2, 25, 0.5)):
         name = f"greedy {bits} bits, {bins} bins, ratio {ratio}"
         operator = getattr(operators, f"embedding_bag_{bits}bit_prepack")
-        jobs[name] = (few, lambda b=bits, m=Method("greedy", bins, ratio): encode(few, b, m))  # type: ignore[misc]
+        method = Method("greedy", bins, ratio)
+        jobs[name] = (few, lambda b=bits, m=method: encode(few, b, m))  # type: ignore[misc]
         jobs[f"torch {name[7:]}"] = (some, lambda o=operator, n=bins, r=ratio: o(some, True, n, r))  # type: ignore[misc] # noqa: FBT003
     seconds = medians({name: job for name, (_, job) in jobs.items()}, rounds)
-    return {
-        name: 4 * (v.size if isinstance(v, np.ndarray) else v.numel()) / seconds[name] / 1e9
-        for name, (v, _) in jobs.items()
-    }
+    return {name: v.nbytes / seconds[name] / 1e9 for name, (v, _) in jobs.items()}
 
 
 def cold_start() -> dict[str, float]:

@@ -218,7 +218,8 @@ def _to_halves(values, out):
 def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
     """`refine` or `greedy`: better scale and bias for those rows where it finds them; eight rows at a time.
 
-    Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the step and the number of steps.
+    Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
+    step and the number of steps.
     """
     rows, top = exact.size, F32((1 << bits) - 1)
     values, found = np.empty(columns * LANES, F32), np.empty(3 * LANES, F32)

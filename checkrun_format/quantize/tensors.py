@@ -135,8 +135,8 @@ def _encoded(given: Tensor, bits: int, chosen: Method, *, half: bool) -> tuple[T
     scale, bias = _stored(step, first.double(), half=half)
     exact = ~(_reach(low, high, scale, bias, levels) <= TOLERANCE * step)
     if chosen.name in ("refine", "greedy"):
-        scale, bias = _searched(values, low, high, (scale, bias), exact, bits, chosen, half=half)
-    exact |= _inexpressible(values, low, high, scale, bias, levels, given.dtype)
+        scale, bias = _searched(values, (low, high), (scale, bias), bits, chosen, half=half)
+    exact = exact | _inexpressible(values, (low, high), (scale, bias), levels, given.dtype)
     bound = _bound(low, high, scale, bias, levels, given.dtype)[~exact]
     codes = (values - bias[:, None]) / torch.where(scale == 0, torch.inf, scale)[:, None]
     codes = codes.round().clamp(0, levels)
@@ -171,8 +171,9 @@ def _reach(low: Tensor, high: Tensor, scale: Tensor, bias: Tensor, levels: int) 
 
 
 def _inexpressible(
-    values: Tensor, low: Tensor, high: Tensor, scale: Tensor, bias: Tensor, levels: int, dtype: torch.dtype
+    values: Tensor, ends: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor], levels: int, dtype: torch.dtype
 ) -> Tensor:
+    (low, high), (scale, bias) = ends, pair
     top = scale * levels + bias
     fits = torch.isfinite(high - low) & torch.isfinite(bias.to(dtype)) & torch.isfinite(top.to(dtype))
     zeros = (low == 0) & (high == 0)
@@ -195,16 +196,15 @@ def _bound(low: Tensor, high: Tensor, scale: Tensor, bias: Tensor, levels: int, 
 
 def _searched(
     values: Tensor,
-    low: Tensor,
-    high: Tensor,
+    ends: tuple[Tensor, Tensor],
     plain: tuple[Tensor, Tensor],
-    exact: Tensor,
     bits: int,
     chosen: Method,
     *,
     half: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`searched`, with sums in torch's order."""
+    """`searched`, with sums in torch's order; exact rows may become anything."""
+    low, high = ends
     levels = float((1 << bits) - 1)
     inverse = levels / (high - low)
     steps = (values - low[:, None]) * inverse[:, None]
@@ -215,7 +215,7 @@ def _searched(
     scale, bias = _stored(width * step, low + origin * step, half=half)
     in_steps = [(s * inverse, (b - low) * inverse) for s, b in ((scale, bias), plain)]
     moved = (in_steps[0][1] - origin).abs() + levels * (in_steps[0][0] - width).abs()
-    fits = ~exact & (high - low > float(NARROWEST)) & (width > 0)
+    fits = (high - low > float(NARROWEST)) & (width > 0)
     new, old = (_squared_error(steps, b, s, levels) for s, b in in_steps)
     better = fits & ((moved * moved * steps.shape[1] <= float(RISK) * error) | (new <= old))
     return torch.where(better, scale, plain[0]), torch.where(better, bias, plain[1])

@@ -401,7 +401,7 @@ class TestInputs:
             ),
             (lambda: encode(weights(), 4, qparams_dtype="bfloat16"), "one of float16, float32, not 'bfloat16'"),
             (lambda: encode(weights()[0], 4), "two dimensions"),
-            (lambda: encode([[1.0]], 4), "numpy array"),  # type: ignore[arg-type]
+            (lambda: encode([[1.0]], 4), "numpy array"),
             (lambda: encode(np.zeros((3, 0), F32), 4), "columns must be a whole number of at least 1"),
             (lambda: encode(np.zeros((3, 2), np.int32), 4), "bfloat16, float16, float32, float64, not int32"),
             (lambda: encode(np.zeros((3, 2), ml_dtypes.float8_e5m2), 4), "not float8_e5m2"),
