@@ -38,15 +38,13 @@ def steps_of(bits: int, num_bins: int, ratio: float) -> tuple[np.float32, int]:
 
 
 def _find(columns: F32, top: np.float32, *, step: np.float32, count: int) -> tuple[F32, F32, F32]:
-    low: F32 = np.zeros(columns.shape[1], np.float32)
-    high: F32 = np.full_like(low, top)
-    best_low: F32 = low
-    best_width: F32 = np.full_like(low, 1)
-    best: F32 = squared_error(columns, best_low, best_width, top)
+    low = np.zeros(columns.shape[1], np.float32)
+    high = np.full_like(low, top)
+    best_low, best_width = low, np.ones_like(low)
+    best = squared_error(columns, best_low, best_width, top)
     for _ in range(count):
         raised, lowered = low + step, high - step
-        kept: F32 = (high - raised) / top
-        without_low = squared_error(columns, raised, kept, top)
+        without_low = squared_error(columns, raised, (high - raised) / top, top)
         without_high = squared_error(columns, low, (lowered - low) / top, top)
         up = without_low < without_high
         low, high = np.where(up, raised, low), np.where(up, high, lowered)

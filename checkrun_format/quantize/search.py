@@ -46,7 +46,7 @@ def searched(
     return nearest_codes(values, qparams, bits), qparams, exact
 
 
-def squared_error(columns: F32, origin: F32, width: F32, top: np.float32) -> F32:
+def squared_error(columns: F32, origin: Array, width: Array, top: np.float32) -> F32:
     """The sum over the columns (c, n) of the squared errors (n,)."""
     total = np.zeros_like(width)
     inverse = np.reciprocal(width)
@@ -56,7 +56,7 @@ def squared_error(columns: F32, origin: F32, width: F32, top: np.float32) -> F32
     return total
 
 
-def codes_of(column: F32, origin: F32, inverse: F32, top: np.float32) -> F32:
+def codes_of(column: F32, origin: Array, inverse: Array, top: np.float32) -> F32:
     """The nearest codes, as float32; 0 for NaN."""
     steps = (column - origin) * inverse
     return np.rint(np.fmin(np.where(steps > 0, steps, np.float32(0)), top))
