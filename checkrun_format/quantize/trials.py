@@ -40,5 +40,5 @@ def moves(bits: int, columns: int) -> npt.NDArray[np.float32]:
     chosen = _MOVES[min(known for known in _MOVES if known >= bits)]
     pairs = [(0.0 if end == "high" else p, 1 - {"both": 2 * p, "shift": 0.0}.get(end, p)) for end, p in chosen]
     if columns > WIDE:
-        pairs = [(0.05, 0.9), *pairs, *pairs]
+        pairs = [(0.05, 0.9), *pairs, *pairs[:2]]  # the range of a long row is wide: the best one is far inside
     return np.array(pairs, np.float32)
