@@ -236,7 +236,9 @@ class _CompiledEncoding:
     qparams: Array
 
     def __call__(self, rows: slice) -> tuple[int, float]:
-        told = [self._piece(piece) for piece in _pieces(rows, self.job.values.shape[1])]
+        ready = self.job.values.flags.c_contiguous and self.job.dtype == "float32"
+        pieces = [rows] if ready else _pieces(rows, self.job.values.shape[1])  # what is converted stays in cache
+        told = [self._piece(piece) for piece in pieces]
         return sum(exact for exact, _ in told), max(bound for _, bound in told)
 
     def _piece(self, piece: slice) -> tuple[int, float]:

@@ -38,7 +38,9 @@ def set_threads(count: int | None) -> None:
     global _threads, _pool
     if count is not None and (isinstance(count, bool) or operator.index(count) < 1):
         raise InvalidInputError(f"threads must be a whole number from 1 on, or None, not {count!r}")
-    _threads, _pool = count, None
+    former, _threads, _pool = _pool, count, None
+    if former is not None:
+        former.shutdown(wait=False)
 
 
 def threads() -> int:

@@ -245,6 +245,8 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         biases[r] = F64(low[r]) + F64(origin[r]) * step
     new_scale, new_bias, better = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, U8)
     _stored(scales, biases, half, new_scale, new_bias)
+    for r in range(rows):
+        new_bias[r] = F32(0) if (low[r] >= 0) & (new_bias[r] <= 0) else new_bias[r]
     risks = 0
     for r in range(rows):
         s, b = F32(new_scale[r] * inverse[r]), F32(F32(new_bias[r] - low[r]) * inverse[r])

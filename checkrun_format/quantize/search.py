@@ -27,7 +27,7 @@ def searched(
     Computed in float32, in steps of `minmax` from `low` on, with sums over the columns from left to right. Exact are
     the rows that `minmax` would keep exact. Rows of a range below 2^-100 are as `minmax` has them. Where rounding the
     qparams may add more than a fiftieth to the squared error, the row gets the better of both; so the squared error of
-    a row is never more than slightly above that of `minmax`.
+    a row is never more than slightly above that of `minmax`. A row without negative values decodes to such a row.
     """
     qparams, exact = span(low, high, bits, qparams_dtype)
     top = np.float32((1 << bits) - 1)
@@ -36,6 +36,7 @@ def searched(
     origin, width, error = search(columns, top)
     step = (high.astype(np.float64) - low) / ((1 << bits) - 1)
     found = stored_pairs(width * step, low + origin * step, qparams_dtype)
+    found[(low >= 0) & (found[:, 1] <= 0), 1] = 0
     scale, bias = _in_steps(found, low, inverse)
     moved = np.abs(bias - origin) + top * np.abs(scale - width)
     fits = ~exact & (high - low > NARROWEST) & (width > 0)

@@ -213,6 +213,7 @@ def _searched(
     origin, width, error = find(steps, levels, bits, chosen)
     step = (high.double() - low) / levels
     scale, bias = _stored(width * step, low + origin * step, half=half)
+    bias = torch.where((low >= 0) & (bias <= 0), 0.0, bias)
     in_steps = [(s * inverse, (b - low) * inverse) for s, b in ((scale, bias), plain)]
     moved = (in_steps[0][1] - origin).abs() + levels * (in_steps[0][0] - width).abs()
     fits = (high - low > float(NARROWEST)) & (width > 0)

@@ -81,6 +81,18 @@ class TestSearches:
         assert l2(values, 2, "refine").mean() <= 1.12 * best.mean()
         assert l2(values, 2, "minmax").mean() >= 1.2 * best.mean()
 
+    @pytest.mark.parametrize("encoder", ["refine", "greedy", "minmax"])
+    def test_no_negative_values_where_there_were_none(self, encoder: str) -> None:
+        """The square root of an optimizer's sums is taken."""
+        values = rows("normal", 500, 32) ** 2
+        values[::3, :5] = 0
+        for bits in range(1, 9):
+            for qparams_dtype in ("float16", "float32"):
+                decoded = decode(encode(values, bits, encoder, qparams_dtype))
+                assert not np.signbit(decoded).any()
+            decoded = decode(encode(torch.from_numpy(values), bits, encoder))
+            assert not np.signbit(decoded).any()
+
     def test_rows_on_a_grid_are_kept(self) -> None:
         codes = np.random.default_rng(0).integers(0, 16, (50, 32)).astype(F32)
         codes[:, :2] = [0, 15]
