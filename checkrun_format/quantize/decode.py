@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,8 @@ def decode_affine(
     kernels = engine.kernels(count * columns)
     place = None if kernels is None else _place(out)
     if kernels is not None and place is not None:
-        engine.spread(_CompiledDecoding(kernels, codes, qparams, bits, columns, place, picked, target), count, columns)
+        kernel = kernels.compiled(kernels.decode_rows)
+        engine.spread(_CompiledDecoding(kernel, codes, qparams, bits, columns, place, picked, target), count, columns)
         return
     with np.errstate(all="ignore"):
         for piece in row_pieces(count, columns):
@@ -143,7 +144,7 @@ def _place(out: Array) -> _Place | None:
 class _CompiledDecoding:
     """Decodes some of the rows to be decoded with the compiled kernel."""
 
-    kernels: ModuleType
+    kernel: Callable[..., None]
     codes: U8
     qparams: Array
     bits: int
@@ -159,7 +160,7 @@ class _CompiledDecoding:
         flats[kind] = place.flat.view(viewed)
         some = piece if self.picked is None else np.ascontiguousarray(self.picked[piece])
         gathered = self.picked is not None and self.codes.flags.c_contiguous  # by the kernel
-        self.kernels.compiled(self.kernels.decode_rows)(
+        self.kernel(
             np.ascontiguousarray(self.codes if gathered else self.codes[some]).reshape(-1),
             self.qparams[some].astype(np.float32).reshape(-1),
             some if gathered else nothing,

@@ -53,6 +53,8 @@ ENCODERS: dict[str, Callable[..., Any]] = {
 _COMPILED = ("greedy", "minmax", "refine", "symmetric")
 """Those that `kernels` has too."""
 
+_SEARCHING = ("greedy", "refine")
+
 _ROUNDING = 2.0**-20
 _HALF_UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
 _CAST_LIMITS = {"float16": 65520.0, "bfloat16": (2 - 2.0**-8) * 2.0**127}
@@ -109,8 +111,9 @@ def encode(
 
     Notes
     -----
-    Encoding decoded rows again need not give the same codes, so copies are made of codes (CMP-2). It does for float32
-    and float64 rows that use the first code and the last, with float16 qparams and abs(bias) <= 2048 * scale.
+    Encoding decoded rows again need not give the same codes, so copies are made of codes (CMP-2). With `minmax` it does
+    for float32 and float64 rows that use the first code and the last, with float16 qparams and
+    abs(bias) <= 2048 * scale.
 
     Examples
     --------
@@ -199,9 +202,7 @@ def _fill(codes: U8, job: _Job, qparams_dtype: str, *, may_widen: bool) -> tuple
     qparams = np.empty((total, 2), qparams_dtype)
     kernels = engine.kernels(job.values.size) if job.method.name in _COMPILED else None
     fill: Callable[[slice], tuple[int, float]] = (
-        partial(_fill_piece, job, codes, qparams)
-        if kernels is None
-        else _CompiledEncoding(kernels=kernels, job=job, codes=codes, qparams=qparams)
+        partial(_fill_piece, job, codes, qparams) if kernels is None else _compiled(kernels, job, codes, qparams)
     )
     told = engine.spread(fill, total, columns)
     exact_rows = sum(rows for rows, _ in told)
@@ -228,9 +229,12 @@ def _fill_piece(job: _Job, codes: U8, qparams: Array, rows: slice) -> tuple[int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CompiledEncoding:
-    """Fills some rows as `_fill_piece` does, with the compiled kernel."""
+    """Fills some rows as `_fill_piece` does, with the compiled kernels; all are there before threads call it."""
 
-    kernels: ModuleType
+    measure: Callable[..., None]
+    search: Callable[..., None]
+    write: Callable[..., float]
+    widen: Callable[..., None]
     job: _Job
     codes: U8
     qparams: Array
@@ -247,16 +251,15 @@ class _CompiledEncoding:
         flat, columns = self._float32(job.values[piece]).reshape(-1), job.values.shape[1]
         low, high, scale, bias = np.empty((4, rows), np.float32)
         negative, exact = np.empty((2, rows), np.uint8)
-        kernels, compiled = self.kernels, self.kernels.compiled
         name = job.method.name
         measured = (low, high, scale, bias)
-        compiled(kernels.measure_rows)(flat, columns, job.bits, name == "symmetric", half, *measured, negative, exact)
-        if name in ("greedy", "refine"):
+        self.measure(flat, columns, job.bits, name == "symmetric", half, *measured, negative, exact)
+        if name in _SEARCHING:
             greedily = name == "greedy"
-            compiled(kernels.search_rows)(flat, columns, job.bits, half, greedily, job.options, *measured, exact)
+            self.search(flat, columns, job.bits, half, greedily, job.options, *measured, exact)
         relative, absolute = _HALF_UNITS.get(job.dtype, (0.0, 0.0))
         wide = 2.0**-149 if job.dtype == "float64" else 0.0
-        bound = compiled(kernels.write_rows)(
+        bound = self.write(
             flat,
             columns,
             job.bits,
@@ -276,9 +279,15 @@ class _CompiledEncoding:
                 return np.ascontiguousarray(values, dtype=np.float32)
         halves = np.ascontiguousarray(values, dtype=dtypes.logical(self.job.dtype))
         wide = np.empty(values.shape, np.float32)
-        widen = self.kernels.compiled(self.kernels.widen_rows)
-        widen(halves.view(np.uint16).reshape(-1), self.job.dtype == "bfloat16", wide.reshape(-1))
+        self.widen(halves.view(np.uint16).reshape(-1), self.job.dtype == "bfloat16", wide.reshape(-1))
         return wide
+
+
+def _compiled(kernels: ModuleType, job: _Job, codes: U8, qparams: Array) -> _CompiledEncoding:
+    """Compiles what this job needs."""
+    names = {"measure": True, "search": job.method.name in _SEARCHING, "widen": job.dtype in _HALF_UNITS, "write": True}
+    found: dict[str, Any] = {n: kernels.compiled(getattr(kernels, f"{n}_rows")) if needed else None for n, needed in names.items()}
+    return _CompiledEncoding(job=job, codes=codes, qparams=qparams, **found)
 
 
 def _pieces(rows: slice, columns: int) -> Iterator[slice]:

@@ -472,6 +472,8 @@ def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, sing
     buffer = np.empty(size * stride, U8)
     scale, bias, at = np.empty(size, F32), np.empty(size, F32), np.empty(size, np.int64)
     begin, step = rows_out
+    values = np.empty(size * columns if half.size else 0, F32)
+    lifted = np.empty(values.size, F32)
     for start in range(0, rows, size):
         count = min(size, rows - start)
         for k in range(count):
@@ -489,7 +491,7 @@ def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, sing
         elif double.size:
             _affine_double(buffer, stride, columns, count, scale, bias, at, double)
         else:
-            _affine_half(buffer, stride, columns, count, scale, bias, at, half, brain)
+            _affine_half(buffer, stride, columns, count, scale, bias, at, half, brain, values, lifted)
 
 
 @register_jitable
@@ -511,15 +513,15 @@ def _affine_double(codes, stride, columns, rows, scale, bias, at, out):
 
 
 @register_jitable
-def _affine_half(codes, stride, columns, rows, scale, bias, at, out, brain):
-    values, start = np.empty(rows * columns, F32), np.arange(rows) * columns
-    narrowed = np.empty(rows * columns, U16)
+def _affine_half(codes, stride, columns, rows, scale, bias, at, out, brain, values, lifted):
+    start = np.arange(rows) * columns
     _affine_single(codes, stride, columns, rows, scale, bias, start, values)
-    _narrow(values, brain, narrowed)
-    for k in range(rows):
-        row, line = narrowed[k * columns : (k + 1) * columns], out[at[k] : at[k] + columns]
-        for j in range(columns):
-            line[j] = row[j]
+    together = True
+    for k in range(1, rows):
+        together &= at[k] - at[k - 1] == columns
+    size = rows * columns if together else columns
+    for k in range(1 if together else rows):
+        _narrow(values[k * size : (k + 1) * size], brain, lifted, out[at[k] : at[k] + size])
 
 
 @register_jitable
@@ -587,7 +589,7 @@ def _spread(w, b):
 
 
 @register_jitable
-def _narrow(line, brain, out):
+def _narrow(line, brain, lifted, out):
     """Round float32 to the bits of bfloat16 or float16, to nearest, ties to even."""
     bits = line.view(I32)
     if brain:
@@ -597,7 +599,6 @@ def _narrow(line, brain, out):
             quiet = U32(U32(b >> U32(16)) | U32(0x40))
             out[j] = U16(quiet if U32(b & U32(0x7FFFFFFF)) > U32(0x7F800000) else rounded)
         return
-    lifted = np.empty(line.size, F32)
     for j in range(line.size):
         lifted[j] = F32(abs(line[j]) + F32(0.5))  # floats there are 2^-24 apart, as are subnormal halves
     small = lifted.view(I32)

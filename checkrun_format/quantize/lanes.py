@@ -4,6 +4,8 @@ Sums over the columns of a row must not be reordered, so it is rows that are com
 the sums of such loops in memory; written as vectors of LLVM they stay in registers, which is twice as fast and
 compiles several times faster. LLVM splits vectors that are wider than the machine's, on any machine. The formulas are
 those of `refine` and `greedy`, which explain them; nothing is contracted.
+
+numba keeps what it compiled until kernels.py changes: touch that file after a change in this one, or in `trials`.
 """
 
 from __future__ import annotations
