@@ -307,6 +307,13 @@ def real_table(address: str, count: int, seed: int) -> Array:
     return np.ascontiguousarray(values[chosen], np.float32)
 
 
+def processor() -> str:
+    """What the processor is called."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """All results."""
     quick, seed = options.quick, options.seed
@@ -314,7 +321,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     dims = (16, 64, 200) if quick else (16, 24, 48, 64, 96, 128, 200)
     found: dict[str, Any] = {
         "machine": {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": processor(),
             "threads": engine.threads(),
             "python": platform.python_version(),
             "numpy": np.__version__,

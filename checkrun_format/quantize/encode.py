@@ -286,7 +286,9 @@ class _CompiledEncoding:
 def _compiled(kernels: ModuleType, job: _Job, codes: U8, qparams: Array) -> _CompiledEncoding:
     """Compiles what this job needs."""
     names = {"measure": True, "search": job.method.name in _SEARCHING, "widen": job.dtype in _HALF_UNITS, "write": True}
-    found: dict[str, Any] = {n: kernels.compiled(getattr(kernels, f"{n}_rows")) if needed else None for n, needed in names.items()}
+    found: dict[str, Any] = {
+        n: kernels.compiled(getattr(kernels, f"{n}_rows")) if needed else None for n, needed in names.items()
+    }
     return _CompiledEncoding(job=job, codes=codes, qparams=qparams, **found)
 
 

@@ -67,7 +67,7 @@ def encode_tensor(
         codes=codes,
         qparams=qparams,
         exact_index=index,
-        exact_values=_on_host(values[torch.from_numpy(index).to(values.device)]),
+        exact_values=on_host(values[torch.from_numpy(index).to(values.device)]),
         bits=int(bits),
         columns=columns,
         dtype=DTYPES[values.dtype],
@@ -101,7 +101,8 @@ def _pieces(values: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, len(values))) for start in range(0, len(values), step))
 
 
-def _on_host(values: Tensor) -> npt.NDArray[Any]:
+def on_host(values: Tensor) -> npt.NDArray[Any]:
+    """The values as an array in memory."""
     if values.dtype is torch.bfloat16:
         return values.contiguous().view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
     found: npt.NDArray[Any] = values.contiguous().cpu().numpy()

@@ -172,7 +172,7 @@ class TestTensors:
         values[3:6] *= F32(1e-6)
         values[6, 3], values[7, 2], values[8], values[9], values[10, 0] = np.nan, -np.inf, -0.0, 0.1, 7e4
         tensor = torch.from_numpy(values).to(dtype)
-        array = tensors._on_host(tensor)
+        array = tensors.on_host(tensor)
         for bits in range(1, 9):
             for qparams_dtype in (None, "float16", "float32"):
                 wanted, found = (
@@ -199,7 +199,7 @@ class TestTensors:
             q = encode(tensor, bits)
             out = torch.zeros((300, 42), dtype=dtype)[:, ::2]
             assert tensors.decode_tensor(q, out) is out
-            assert tensors._on_host(out).tobytes() == decode(q).tobytes()
+            assert tensors.on_host(out).tobytes() == decode(q).tobytes()
 
     def test_products_and_sums_are_rounded_apart(self) -> None:
         """DEC-1."""
