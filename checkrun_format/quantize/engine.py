@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import TypeVar
 
@@ -68,7 +68,12 @@ def spread(task: Callable[[slice], T], rows: int, columns: int) -> list[T]:
     slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     if len(slices) <= 1 or threads() == 1:
         return [task(piece) for piece in slices]
-    return list(_executor().map(task, slices))
+    try:
+        futures = [_executor().submit(task, piece) for piece in slices]
+    except RuntimeError:  # the interpreter shuts down and starts no more threads
+        return [task(piece) for piece in slices]
+    wait(futures)  # nobody writes into the caller's memory after this returns
+    return [future.result() for future in futures]
 
 
 def _executor() -> ThreadPoolExecutor:

@@ -354,6 +354,18 @@ assert os.waitpid(child, 0)[1] == 0
         environment = {"PATH": "/usr/bin:/bin", "NUMBA_CACHE_DIR": str(tmp_path)}
         subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, env=environment)
 
+    def test_while_the_interpreter_shuts_down(self) -> None:
+        """A trainer may save when it is told to end."""
+        program = """
+import atexit, numpy as np
+from checkrun_format.quantize import encode
+x = np.random.default_rng(0).normal(size=(20_000, 64)).astype("f4")
+whole = encode(x, 8).codes
+atexit.register(lambda: print("same", np.array_equal(encode(x, 8).codes, whole)))
+"""
+        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+        assert done.stdout == "same True\n"
+
     def test_without_numba(self) -> None:
         program = """
 import sys, numpy as np
