@@ -11,8 +11,8 @@ NARROWEST = np.float32(2.0**-100)
 RISK = np.float32(0.02)
 """Part of its squared error that the rounding of the qparams may add unless the row is compared with `minmax`."""
 
-WIDE = 160
-"""Columns above which rows get the longer search."""
+NARROW, WIDE = 12, 160
+"""Up to how many columns, and above how many, rows get a longer search."""
 
 _Move = tuple[str, float]
 
@@ -35,9 +35,17 @@ to 128 columns and a real table of 384, relative to `greedy` with 45 bins. More 
 """
 
 
+_EXTRA = {2: 0.12, 3: 0.06, 4: 0.03, 8: 0.002}
+"""Largest of the moves that short rows get as well."""
+
+
 def moves(bits: int, columns: int) -> npt.NDArray[np.float32]:
     """The trials after the first, for rows of so many columns: pairs of shift and factor of the width, (k, 2)."""
-    chosen = _MOVES[min(known for known in _MOVES if known >= bits)]
+    width = min(known for known in _MOVES if known >= bits)
+    chosen = _MOVES[width]
+    if columns <= NARROW:  # a short row has many ways to be coded, and costs little
+        parts = [sign * part * _EXTRA[width] for part in (1, 0.5, 0.25) for sign in (1, -1)]
+        chosen += tuple((end, part) for part in parts for end in ("shift", "low", "high", "both"))
     pairs = [(0.0 if end == "high" else p, 1 - {"both": 2 * p, "shift": 0.0}.get(end, p)) for end, p in chosen]
     if columns > WIDE:
         pairs = [(0.05, 0.9), *pairs, *pairs[:2]]  # the range of a long row is wide: the best one is far inside
