@@ -214,7 +214,8 @@ def table(head: list[str], body: list[list[str]]) -> str:
 def report(found: dict[str, Any]) -> str:
     """The results as tables."""
     machine = found["machine"]
-    text = f"{machine['cpu']}, {machine['threads']} threads, Python {machine['python']}, numpy {machine['numpy']}\n\n"
+    text = f"{machine['cpu']}, {machine['threads']} threads, Python {machine['python']}, numpy {machine['numpy']}, "
+    text += f"load average before {machine['load']:.1f}\n\n"
     text += "GB/s of float32 in or out, and relative to memcpy on the same threads in the same rounds:\n\n"
     names = [name for name in next(iter(found["speeds"].values())) if name != "memcpy"]
     body = [
@@ -323,6 +324,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "machine": {
             "cpu": processor(),
             "threads": engine.threads(),
+            "load": os.getloadavg()[0],
             "python": platform.python_version(),
             "numpy": np.__version__,
         },
