@@ -25,7 +25,8 @@ class FieldPlan:
     start: int = 0
     """First column that the part holds."""
     bits: int | None = None
-    encoder: str = "minmax"
+    encoder: quantize.Method | None = None
+    """None: the default of the width."""
     store_as: str | None = None
     qparams: str | None = None
     """Dtype of the qparams; None: the encoder chooses."""
@@ -97,6 +98,10 @@ class EncodedField:
     exact_values: npt.NDArray[Any]
     """In the dtype that stores the field's logical dtype."""
     error_bound: float = 0.0
+    sampled: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Rows of a sample, ascending."""
+    l2: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
+    """Of those, the norms of what the encoder changed, and of what was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +139,7 @@ class Encoder:
     def _affine(self, plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
         q = quantize.encode(values, plan.bits or 0, plan.encoder, self._qparams.get(plan.name, plan.qparams))
         self._qparams.setdefault(plan.name, q.qparams.dtype.name)
+        sampled, l2 = quantize.sampled_l2(values, q)
         layout = FieldLayout(
             name=plan.name,
             dtype=plan.dtype,
@@ -148,6 +154,8 @@ class Encoder:
             exact_index=q.exact_index,
             exact_values=dtypes.to_stored(q.exact_values),
             error_bound=q.error_bound,
+            sampled=sampled,
+            l2=l2,
         )
 
 
@@ -192,6 +200,8 @@ def _join_field(parts: Sequence[EncodedField], starts: Iterable[int]) -> Encoded
         exact_index=np.concatenate([p.exact_index + start for p, start in zip(parts, starts, strict=False)]),
         exact_values=np.concatenate([p.exact_values for p in parts]),
         error_bound=max(p.error_bound for p in parts),
+        sampled=np.concatenate([p.sampled + start for p, start in zip(parts, starts, strict=False)]),
+        l2=np.concatenate([p.l2 for p in parts]),
     )
 
 
@@ -205,12 +215,15 @@ def cut(encoded: EncodedRows, low: int, high: int) -> EncodedRows:
 
 def _cut_field(f: EncodedField, low: int, high: int) -> EncodedField:
     first, last = np.searchsorted(f.exact_index, [low, high])
+    begin, end = np.searchsorted(f.sampled, [low, high])
     return EncodedField(
         layout=f.layout,
         arrays={name: array[low:high] for name, array in f.arrays.items()},
         exact_index=f.exact_index[first:last] - low,
         exact_values=f.exact_values[first:last],
         error_bound=f.error_bound,
+        sampled=f.sampled[begin:end] - low,
+        l2=f.l2[begin:end],
     )
 
 

@@ -42,7 +42,8 @@ def _retold(field: Field, layers: Layers, exact_rows: int) -> Field:
     if not told:
         return field
     bounds = [encoder["error_bound"] for encoder in told if "error_bound" in encoder]
-    encoder = {**told[0], "exact_rows": exact_rows} | ({"error_bound": max(bounds)} if bounds else {})
+    first = {key: value for key, value in told[0].items() if key not in ("l2_error", "relative_l2_error")}
+    encoder = {**first, "exact_rows": exact_rows} | ({"error_bound": max(bounds)} if bounds else {})
     return Field(name=field.name, dtype=field.dtype, columns=field.columns, encoder=encoder)
 
 

@@ -29,10 +29,11 @@ from checkrun_format.forecast import SavePlan
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
 from checkrun_format.pruning import Pruner, Pruning
+from checkrun_format.quantize import Method
 from checkrun_format.retention import Keep, Plan
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
-from checkrun_format.state import State
+from checkrun_format.state import State, checked_encoder
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
@@ -51,6 +52,7 @@ def open_run(
     every: int | None = None,
     bits: Bits = None,
     expected_restores: SupportsFloat | None = None,
+    encoder: str | Method | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     durable: bool = True,
     takeover: bool = False,
@@ -75,6 +77,10 @@ def open_run(
         bits up to 1 restore, 3 up to 3, 4 up to 20, else 8; and 8 as soon as there were more restores than expected.
     expected_restores : number or Failures
         For bits="auto": how many restores are expected over the whole run, or figures of failures that tell.
+    encoder : str or Method, optional
+        How fields are quantized: `refine`, `minmax`, `symmetric`, `greedy` or `torch_compat`, by its name alone or as
+        `quantize.Method` with parameters. By default `refine` up to 4 bits, `minmax` above. What is written by one can
+        be read without knowing which.
     chunk_bytes : int
         Size of the largest chunk; smaller suits reading single rows.
     durable : bool
@@ -98,7 +104,9 @@ def open_run(
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable)
-    options = Options(base_rule=BaseRule(policy=policy, every=every), rule=rule, chunk_bytes=chunk_bytes)
+    method = None if encoder is None else checked_encoder(encoder, "encoder")
+    base_rule = BaseRule(policy=policy, every=every)
+    options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)
     run = Run(store, mode, options, keep)
     if takeover:
         run.take_over()

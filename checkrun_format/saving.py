@@ -7,7 +7,7 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,6 +42,7 @@ from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BaseRule, BitRule, Past
+from checkrun_format.quantize import Method
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
 from checkrun_format.rows import Ids, RowSet, Selection
@@ -78,6 +79,7 @@ class Options:
 
     base_rule: BaseRule
     rule: BitRule
+    encoder: Method | None
     chunk_bytes: int
 
 
@@ -214,6 +216,8 @@ class Saver:
             {},
             rule=self._options.rule,
             bits=source.bits,
+            encoders=source.encoders,
+            encoder=self._options.encoder,
             store_as=source.store_as,
             restores=self.ledger.restores(),
         )
@@ -520,6 +524,7 @@ class Saver:
             "predecessor": None if self.ledger.latest is None else self.ledger.latest.sequence,
             "chunk_bytes": self._options.chunk_bytes,
             "bits": self._options.rule.bits,
+            "encoder": None if self._options.encoder is None else list(astuple(self._options.encoder)),
             "expected_restores": None if expected is None else float(expected),
             "restores": self.ledger.restores(),
         }

@@ -11,25 +11,28 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dlpack, layout
+from checkrun_format import dlpack, layout, quantize
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.commit import Claim
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.policy import BitRule, FieldBits
+from checkrun_format.quantize import Method
 from checkrun_format.rows import Ids, Mask, as_ids, check_bounds, check_sign
 from checkrun_format.state import (
     INHERIT,
     All,
     ArrayLike,
+    EncoderChoice,
     FieldSpec,
     Inherit,
+    checked_encoders,
     checked_store_as,
     field_arrays,
     spec_of,
 )
 from checkrun_format.stores import Store, open_store
-from checkrun_format.writer import PartList, PartSource, Writer
+from checkrun_format.writer import PartList, PartSource, Writer, add_statistics
 
 if TYPE_CHECKING:
     from checkrun_format.checkpoint import Checkpoint
@@ -38,7 +41,18 @@ Token = dict[str, Any]
 """JSON-able: what another process needs to be a writer of the same save."""
 
 _TOKEN = frozenset(
-    {"url", "durable", "sequence", "attempt", "writers", "chunk_bytes", "bits", "expected_restores", "restores"}
+    {
+        "url",
+        "durable",
+        "sequence",
+        "attempt",
+        "writers",
+        "chunk_bytes",
+        "bits",
+        "encoder",
+        "expected_restores",
+        "restores",
+    }
 )
 
 
@@ -49,10 +63,12 @@ def field_plans(
     *,
     rule: BitRule,
     bits: FieldBits | Inherit,
+    encoders: Mapping[str, Method],
+    encoder: Method | None,
     store_as: Mapping[str, str],
     restores: int,
 ) -> list[FieldPlan]:
-    """How each field is to be encoded.
+    """How each field is to be encoded; by `encoder` where `encoders` has none for it.
 
     Raises
     ------
@@ -76,6 +92,7 @@ def field_plans(
                 columns=spec.columns,
                 start=starts.get(spec.name, 0),
                 bits=chosen,
+                encoder=None if chosen is None else quantize.method(encoders.get(spec.name, encoder), chosen),
                 store_as=narrow,
             )
         )
@@ -90,6 +107,7 @@ class StagedWriter:
         if not 0 <= self.rank < token["writers"]:
             raise InvalidInputError(f"writer {rank}; this save has writers 0 to {token['writers'] - 1}")
         self._token = token
+        self._encoder = None if token["encoder"] is None else Method(*token["encoder"])
         self._rule = BitRule(bits=token["bits"], expected_restores=token["expected_restores"])
         claim = Claim(sequence=token["sequence"], attempt=token["attempt"])
         self._writer = Writer(store, claim.prefix, self.rank, chunk_bytes=token["chunk_bytes"])
@@ -109,6 +127,7 @@ class StagedWriter:
         recent: bool | All | ArrayLike = True,
         deleted: ArrayLike | None = None,
         bits: FieldBits | Inherit = INHERIT,
+        encoder: EncoderChoice = None,
         store_as: Mapping[str, str] | None = None,
     ) -> None:
         """Store one part: some rows, and for each field some columns, of one table.
@@ -132,7 +151,7 @@ class StagedWriter:
             Which rows changed since the predecessor; in doubt, all.
         deleted : keys
             Tombstones of a keyed table.
-        bits, store_as
+        bits, encoder, store_as
             As for `Table`.
 
         Raises
@@ -154,6 +173,8 @@ class StagedWriter:
             starts,
             rule=self._rule,
             bits=bits,
+            encoders=checked_encoders(name, encoder, specs),
+            encoder=self._encoder,
             store_as=checked_store_as(name, store_as, specs),
             restores=self._token["restores"],
         )
@@ -461,16 +482,25 @@ def table_entry(told: Mapping[str, Any], statistics: Mapping[str, Mapping[str, A
     )
 
 
+_ADDED_UP = frozenset({"exact_rows", "error_bound", "sample"})
+
+
 def merged_statistics(part_lists: Sequence[PartList]) -> dict[str, dict[str, dict[str, Any]]]:
     """Encoder statistics of each table and field over all writers."""
     merged: dict[str, dict[str, dict[str, Any]]] = {}
     for part in part_lists:
         for table, fields in part.statistics.items():
             for name, told in fields.items():
-                known = merged.setdefault(table, {}).setdefault(name, {**told, "exact_rows": 0})
-                known["exact_rows"] += told["exact_rows"]
-                if "error_bound" in told:
-                    known["error_bound"] = max(known["error_bound"], told["error_bound"])
+                first = {
+                    key: value for key, value in told.items() if key not in ("exact_rows", "error_bound", "sample")
+                }
+                add_statistics(merged.setdefault(table, {}).setdefault(name, first), told)
+    for fields in merged.values():
+        for told in fields.values():
+            sample = told.pop("sample", {"rows": 0})
+            if sample["rows"]:
+                told["l2_error"] = sample["l2_error"] / sample["rows"]
+                told["relative_l2_error"] = sample["l2_error"] / sample["l2"] if sample["l2"] else 0.0
     return merged
 
 

@@ -11,8 +11,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dlpack, dtypes, layout
+from checkrun_format import dlpack, dtypes, layout, quantize
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.quantize import Method
 from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, length, sorted_ids
 
 ArrayLike: TypeAlias = Any
@@ -36,6 +37,8 @@ class Inherit:
     def __repr__(self) -> str:
         return "checkrun_format.INHERIT"
 
+
+EncoderChoice: TypeAlias = "str | Method | Mapping[str, str | Method] | None"
 
 INHERIT: Final = Inherit()
 """`bits=INHERIT`: as the run says."""
@@ -76,6 +79,8 @@ class Table:
         Keys deleted since the run's origin that no save was told yet; those that are not in `keys` need not be named.
     bits : None, 1..8, or mapping of field name to these
         Overrides the run's `bits` for this table. A plain number means the field `weight`.
+    encoder : str, Method, or mapping of field name to these
+        How fields are quantized that are, in place of the run's `encoder`.
     store_as : mapping of field name to "float16" or "bfloat16"
         Store a raw float32 field narrower; rows that do not fit are kept exactly.
     """
@@ -88,6 +93,7 @@ class Table:
         keys: ArrayLike | None = None,
         deleted: ArrayLike | None = None,
         bits: int | Mapping[str, int | None] | Inherit | None = INHERIT,
+        encoder: EncoderChoice = None,
         store_as: Mapping[str, str] | None = None,
     ) -> None:
         self.fields = _as_dict(fields, "fields of a table")
@@ -95,6 +101,7 @@ class Table:
         self.keys = keys
         self.deleted = deleted
         self.bits = bits
+        self.encoder = encoder
         self.store_as = store_as
         self.function: Function | None = None
 
@@ -109,6 +116,7 @@ class Table:
         changed: ArrayLike | All | None = None,
         deleted: ArrayLike | None = None,
         bits: int | Mapping[str, int | None] | Inherit | None = INHERIT,
+        encoder: EncoderChoice = None,
         store_as: Mapping[str, str] | None = None,
     ) -> Table:
         """A table whose values are asked for by row, so that only rows that are stored are ever gathered.
@@ -123,7 +131,7 @@ class Table:
         rows : int
             Number of rows of a dense table; or else `keys`.
         """
-        table = cls({}, changed=changed, keys=keys, deleted=deleted, bits=bits, store_as=store_as)
+        table = cls({}, changed=changed, keys=keys, deleted=deleted, bits=bits, encoder=encoder, store_as=store_as)
         table.function = Function(fetch=fetch, rows=rows, fields=_as_dict(fields, "fields of a table"))
         return table
 
@@ -172,6 +180,7 @@ class TableSource:
     """Ascending row numbers or keys."""
     deleted: Ids
     bits: int | Mapping[str, int | None] | Inherit | None
+    encoders: Mapping[str, Method]
     store_as: Mapping[str, str]
     fetch: Callable[[Selection], dict[str, npt.NDArray[Any]]]
     """Values of rows by position: in the order of row numbers, or of `keys`."""
@@ -225,6 +234,7 @@ def table_source(name: object, table: object) -> TableSource:
         changed=_changed(text, table.changed, rows, keys, key_dtype, order),
         deleted=_deleted(text, table, key_dtype),
         bits=table.bits,
+        encoders=checked_encoders(text, table.encoder, fields),
         store_as=checked_store_as(text, table.store_as, fields),
         fetch=fetch,
         transient=table.function is not None,
@@ -382,6 +392,25 @@ def _deleted(name: str, table: Table, key_dtype: str | None) -> Ids:
     given = dlpack.to_numpy(table.deleted, what)
     check_sign(given, as_ids(given, what), key_dtype, what)
     return sorted_ids(given, what).copy()
+
+
+def checked_encoder(encoder: str | Method, what: str) -> Method:
+    """Accept an encoder, or raise InvalidInputError."""
+    chosen = encoder if isinstance(encoder, Method) else Method(encoder)
+    if chosen.name not in quantize.ENCODERS:
+        raise InvalidInputError(f"{what}: unknown {chosen.name!r}; known are {', '.join(sorted(quantize.ENCODERS))}")
+    return chosen
+
+
+def checked_encoders(name: str, given: EncoderChoice, fields: Iterable[FieldSpec]) -> Mapping[str, Method]:
+    """Accept the encoders of a table, or raise InvalidInputError; by field."""
+    names = [spec.name for spec in fields]
+    if given is None or isinstance(given, str | Method):
+        return {} if given is None else dict.fromkeys(names, checked_encoder(given, f"table {name!r}, encoder"))
+    chosen = _as_dict(given, f"table {name!r}, encoder")
+    if not set(chosen) <= set(names):
+        raise InvalidInputError(f"table {name!r}, encoder: the table has no field {min(set(chosen) - set(names))!r}")
+    return {field: checked_encoder(e, f"table {name!r}, encoder of {field!r}") for field, e in chosen.items()}
 
 
 def checked_store_as(name: str, given: Mapping[str, str] | None, fields: Iterable[FieldSpec]) -> Mapping[str, str]:

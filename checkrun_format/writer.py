@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import blocks, chunks, dtypes, layout
+from checkrun_format import blocks, chunks, dtypes, layout, quantize
 from checkrun_format.blocks import BlockLayout, EncodedRows, FieldLayout, FieldPlan, Member, PlainRows, Pool
 from checkrun_format.manifest import (
     ArrayEntry,
@@ -354,17 +354,21 @@ class Writer:
         self._blocks.append(block.finish(_recent_bits(members), np.concatenate([m.deleted for m in members])))
 
     def _tell(self, table: str, plans: Sequence[FieldPlan], encoded: EncodedRows, low: int, high: int) -> None:
-        """Count exact rows among rows low..high-1, for the encoder's entry in the manifest."""
+        """Count exact rows among rows low..high-1, and add up errors, for the encoder's entry in the manifest."""
         for plan, f in zip(plans, encoded.fields, strict=False):
             if plan.bits is None and plan.store_as is None:
                 continue
             first, last = np.searchsorted(f.exact_index, [low, high])
-            fresh = {"name": plan.encoder if plan.bits else plan.stored, "bits": plan.bits, "exact_rows": 0}
-            told = self._statistics.setdefault(table, {}).setdefault(plan.name, fresh)
-            told["exact_rows"] += int(last - first)
+            method = {"name": plan.stored} if plan.bits is None else quantize.method(plan.encoder, plan.bits).told()
+            told = self._statistics.setdefault(table, {}).setdefault(plan.name, {**method, "bits": plan.bits})
+            begin, end = np.searchsorted(f.sampled, [low, high])
+            more: dict[str, Any] = {"exact_rows": int(last - first)}
             if plan.bits is not None:
                 told["qparams"] = f.layout.qparams
-                told["error_bound"] = max(told.get("error_bound", 0.0), f.error_bound)
+                more["error_bound"] = f.error_bound
+                error, norm = (float(n) for n in f.l2[begin:end].sum(0))
+                more["sample"] = {"rows": int(end - begin), "l2_error": error, "l2": norm}
+            add_statistics(told, more)
 
     def _write_dense(self) -> dict[str, ArrayEntry]:
         group = layout.dense_group(self._number)
@@ -382,6 +386,15 @@ class Writer:
         for index, values in enumerate(_recut(arrays, chunk_rows)):
             self._objects.put_chunk(name, entry, index, values)
         return entry
+
+
+def add_statistics(told: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add to what is told of an encoder: exact rows and sums over a sample of rows add up, bounds do not."""
+    told["exact_rows"] = told.get("exact_rows", 0) + more["exact_rows"]
+    if "error_bound" in more:
+        told["error_bound"] = max(told.get("error_bound", 0.0), more["error_bound"])
+        sums = told.get("sample", {})
+        told["sample"] = {name: sums.get(name, 0) + value for name, value in more["sample"].items()}
 
 
 def member_of(part: PartSource) -> Member:

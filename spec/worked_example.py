@@ -23,7 +23,7 @@ SUM = np.array([1, 2, 3, 4], np.float32)
 
 def write_example(folder: str) -> None:
     """Write the run: checkpoint 1 is a base, 2 lies over 1, 3 over 2."""
-    run = crf.open_run(folder, mode="a", bits=4, policy="consecutive")
+    run = crf.open_run(folder, mode="a", bits=4, encoder="minmax", policy="consecutive")
     weight, total = WEIGHT.copy(), SUM.copy()
     run.save(crf.State(tables={"user": crf.Table({"weight": weight, "sum": total})}), step=10)
     weight[1], weight[3], total[[1, 3]] = [0, 15, 30], [2, 3, 17], [20, 40]

@@ -40,13 +40,17 @@ def recorded_plans(layers: Layers, table: FileTable) -> dict[str, FieldPlan]:
     """How the newest rows of each field were encoded; none of a table without rows."""
     found: dict[str, FieldPlan] = {}
     for layer, entry in layers:
+        told = {f.name: f.encoder for f in entry.fields}
         for part in layer.parts(entry.name):
             block = layer.block(part)
             for f in block.entry.fields:
                 columns = next(known.columns for known in entry.fields if known.name == f.name)
                 dtype = dtypes.name_of(table.fields[f.name].dtype)
                 stored = None if f.dtype in (None, dtype) else f.dtype
-                plan = FieldPlan(name=f.name, dtype=dtype, columns=columns, bits=f.bits, store_as=stored)
+                encoder = None if f.bits is None else quantize.recorded_method(told[f.name], f.bits)
+                plan = FieldPlan(
+                    name=f.name, dtype=dtype, columns=columns, bits=f.bits, encoder=encoder, store_as=stored
+                )
                 found.setdefault(f.name, plan)
     return found
 
@@ -111,7 +115,7 @@ def _compared(
     ways = [_plan(s, start, told[s.layout.name]) for s, start in zip(stored, piece.part.columns, strict=True)]
     for way, s in zip(ways, stored, strict=True):
         plans.found.setdefault(s.layout.name, set()).add(way)
-        plans.alike &= way.encoder in quantize.ENCODERS and way.columns == fields[way.name].columns
+        plans.alike &= _is_known(way) and way.columns == fields[way.name].columns
     count = length(piece.places)
     step = max(1, PIECE_BYTES // max(1, table.row_bytes))
     for low in range(0, count, step):
@@ -126,7 +130,7 @@ def _compared(
 
 
 def _plan(stored: EncodedField, start: int, told: dict[str, object]) -> FieldPlan:
-    """How a field of a part was encoded, by its arrays; the encoder's name is in the manifest."""
+    """How a field of a part was encoded, by its arrays; the encoder is in the manifest."""
     of = stored.layout
     plan = FieldPlan(
         name=of.name,
@@ -137,7 +141,11 @@ def _plan(stored: EncodedField, start: int, told: dict[str, object]) -> FieldPla
         store_as=None if of.stored in (None, of.dtype) else of.stored,
         qparams=of.qparams,
     )
-    return plan if of.bits is None else replace(plan, encoder=str(told.get("name")))
+    return plan if of.bits is None else replace(plan, encoder=quantize.recorded_method(told, of.bits))
+
+
+def _is_known(way: FieldPlan) -> bool:
+    return way.bits is None or way.encoder is not None
 
 
 def _part_of(selection: Selection, low: int, high: int) -> Selection:
@@ -153,7 +161,7 @@ def _columns(values: Array, way: FieldPlan) -> Array:
 def _differing(way: FieldPlan, stored: EncodedField, values: Array, plans: _Plans) -> Mask:
     """Which rows of one field differ from the stored ones."""
     differs: Mask = np.ones(len(values), np.bool_)
-    if way.bits is None or way.encoder in quantize.ENCODERS:
+    if _is_known(way):
         fresh = blocks.Encoder(plans=[way]).encode({way.name: values}, None).fields[0]
         differs = _other_bits(stored, fresh, len(values))
     if way.lossy and differs.any():

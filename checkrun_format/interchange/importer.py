@@ -219,7 +219,7 @@ def _continued(before: TableView | None, table: FileTable, bits: Width, advance:
     compared = compare(layers, table, advance)
     return _Continued(
         changed=compared.changed,
-        plans=plans,
+        plans={**plans, **recorded},
         settled=compared.plans,
         touched=compared.changed.size + compared.new,
         is_same=not (compared.changed.size or compared.new or compared.gone),
@@ -273,6 +273,7 @@ def _table(table: FileTable, c: _Continued, advance: Advance) -> Table:
         fields={name: (dtype, columns) for name, dtype, columns in table.spec()},
         changed=c.changed,
         bits={plan.name: plan.bits for plan in c.plans.values()},
+        encoder={plan.name: plan.encoder for plan in c.plans.values() if plan.encoder is not None},
         store_as={plan.name: plan.store_as for plan in c.plans.values() if plan.store_as is not None},
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,13 @@ import numpy.typing as npt
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import U8, checked_out, packed_width, row_pieces, unpack
+from checkrun_format.quantize import engine
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+Index = npt.NDArray[np.integer[Any]]
+Numbers = npt.NDArray[np.int64]
 Rows = slice | npt.NDArray[np.integer[Any]]
 
 
@@ -51,12 +56,20 @@ def decode(quantized: Quantized, out: Array | None = None, rows: Rows | None = N
     if isinstance(picked, range) and picked.step == 1:
         _decode_run(quantized, picked, values)
     else:
-        for piece in row_pieces(len(picked), quantized.columns):
-            _decode_listed(quantized, _numbers(picked[piece]), values[piece])
+        _decode_listed(quantized, _numbers(picked), values)
     return values
 
 
-def decode_affine(codes: U8, qparams: Array, bits: int, columns: int, out: Array) -> None:
+def decode_affine(
+    codes: U8,
+    qparams: Array,
+    bits: int,
+    columns: int,
+    out: Array,
+    *,
+    rows: Index | None = None,
+    dest: Index | None = None,
+) -> None:
     """Write `code * scale + bias` into `out` (DEC-1), cast to its dtype (DEC-2).
 
     Product and sum are each rounded to float32. Exact rows become NaN: their qparams are (EXA-1).
@@ -71,11 +84,15 @@ def decode_affine(codes: U8, qparams: Array, bits: int, columns: int, out: Array
         Width of a code; codes in a row.
     out : array (n, columns) of float16, bfloat16, float32 or float64
         Receives the values; any strides.
+    rows : integer array (k,), optional
+        Decode these rows only, in this order, into the k rows of `out`.
+    dest : integer array (n or k,), optional
+        The rows of `out`, of which there may be more, that receive them, in this order; all different.
 
     Raises
     ------
     InvalidInputError
-        If shapes or dtypes contradict one another.
+        If shapes or dtypes contradict one another, or `rows` or `dest` name a row that is not there.
 
     Examples
     --------
@@ -84,10 +101,76 @@ def decode_affine(codes: U8, qparams: Array, bits: int, columns: int, out: Array
     >>> out
     array([[-1. , -0.5,  0.5]], dtype=float32)
     """
-    _check_affine(codes, qparams, bits, columns, out)
+    _check_affine(codes, qparams, bits, columns)
+    picked = None if rows is None else _numbers(_picked(rows, len(codes)))
+    count = len(codes) if picked is None else len(picked)
+    target = _checked_dest(dest, out, count)
+    _check_out(out, count if dest is None else len(out), columns)
+    kernels = engine.kernels(count * columns)
+    place = None if kernels is None else _place(out)
+    if kernels is not None and place is not None:
+        kernel = kernels.compiled(kernels.decode_rows)
+        engine.spread(_CompiledDecoding(kernel, codes, qparams, bits, columns, place, picked, target), count, columns)
+        return
     with np.errstate(all="ignore"):
-        for piece in row_pieces(len(codes), columns):
-            out[piece] = _affine(unpack(codes[piece], bits, columns), qparams[piece])
+        for piece in row_pieces(count, columns):
+            some = piece if picked is None else picked[piece]
+            out[piece if target is None else target[piece]] = _affine(unpack(codes[some], bits, columns), qparams[some])
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An array of rows as one run of memory."""
+
+    flat: Array
+    dtype: str
+    begin: int
+    step: int
+
+
+def _place(out: Array) -> _Place | None:
+    """None where the rows of `out` are not runs of aligned numbers in the machine's order."""
+    size, (across, along) = out.itemsize, out.strides
+    regular = along == size or out.shape[1] == 1
+    if not regular or across % size or not out.flags.aligned or not out.dtype.isnative or not out.size:
+        return None
+    upright = out if across >= 0 else out[::-1]
+    span = (len(out) - 1) * abs(across) // size
+    flat = np.lib.stride_tricks.as_strided(upright, (span + out.shape[1],), (size,))
+    return _Place(flat, out.dtype.name, 0 if across >= 0 else span, across // size)
+
+
+@dataclass(frozen=True, slots=True)
+class _CompiledDecoding:
+    """Decodes some of the rows to be decoded with the compiled kernel."""
+
+    kernel: Callable[..., None]
+    codes: U8
+    qparams: Array
+    bits: int
+    columns: int
+    place: _Place
+    picked: Numbers | None
+    target: Numbers | None
+
+    def __call__(self, piece: slice) -> None:
+        place, nothing = self.place, np.zeros(0, np.int64)
+        kind, viewed = {"float32": (0, np.float32), "float64": (1, np.float64)}.get(place.dtype, (2, np.uint16))
+        flats: list[Array] = [np.empty(0, np.float32), np.empty(0, np.float64), np.empty(0, np.uint16)]
+        flats[kind] = place.flat.view(viewed)
+        some = piece if self.picked is None else np.ascontiguousarray(self.picked[piece])
+        gathered = self.picked is not None and self.codes.flags.c_contiguous  # by the kernel
+        self.kernel(
+            np.ascontiguousarray(self.codes if gathered else self.codes[some]).reshape(-1),
+            self.qparams[some].astype(np.float32).reshape(-1),
+            some if gathered else nothing,
+            self.columns,
+            self.bits,
+            (place.begin + (place.step * piece.start if self.target is None else 0), place.step),
+            nothing if self.target is None else np.ascontiguousarray(self.target[piece]),
+            *flats,
+            place.dtype == "bfloat16",
+        )
 
 
 def nearest_codes(values: F32, qparams: Array, bits: int) -> U8:
@@ -126,17 +209,29 @@ def _widened(qparams: Array) -> tuple[F32, F32]:
     return qparams[:, 0].astype(np.float32), qparams[:, 1].astype(np.float32)
 
 
-def _check_affine(codes: U8, qparams: Array, bits: int, columns: int, out: Array) -> None:
+def _check_affine(codes: U8, qparams: Array, bits: int, columns: int) -> None:
     rows = len(codes)
     if codes.shape != (rows, packed_width(columns, bits)) or codes.dtype != np.uint8:
         raise InvalidInputError(f"codes of {columns} columns at {bits} bits cannot be {codes.dtype} {codes.shape}")
     if qparams.shape != (rows, 2) or qparams.dtype.name not in QPARAMS_DTYPES:
         raise InvalidInputError(f"qparams of {rows} rows cannot be {qparams.dtype} {qparams.shape}")
+
+
+def _check_out(out: Array, rows: int, columns: int) -> None:
     if out.shape != (rows, columns) or dtypes.name_of(out.dtype) not in dtypes.FLOATING or not out.flags.writeable:
         raise InvalidInputError(f"out for {rows} rows of {columns} columns cannot be {out.dtype} {out.shape}")
 
 
-def _picked(rows: object, count: int) -> range | npt.NDArray[np.int64]:
+def _checked_dest(dest: Index | None, out: Array, count: int) -> Numbers | None:
+    if dest is None:
+        return None
+    target = _numbers(_picked(dest, len(out)))
+    if len(target) != count:
+        raise InvalidInputError(f"dest must name a row of out for each of {count} rows, not {len(target)}")
+    return target
+
+
+def _picked(rows: object, count: int) -> range | Numbers:
     if rows is None:
         return range(count)
     if isinstance(rows, slice):
@@ -149,8 +244,10 @@ def _picked(rows: object, count: int) -> range | npt.NDArray[np.int64]:
     return rows.astype(np.int64, copy=False)
 
 
-def _numbers(picked: range | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.arange(picked.start, picked.stop, picked.step) if isinstance(picked, range) else picked
+def _numbers(picked: range | Numbers) -> Numbers:
+    if not isinstance(picked, range):
+        return picked
+    return np.arange(picked.start, picked.stop, picked.step) if picked else np.zeros(0, np.int64)
 
 
 def _decode_run(quantized: Quantized, run: range, out: Array) -> None:
@@ -160,9 +257,9 @@ def _decode_run(quantized: Quantized, run: range, out: Array) -> None:
     out[q.exact_index[first:last] - stored.start] = q.exact_values[first:last]
 
 
-def _decode_listed(quantized: Quantized, rows: npt.NDArray[np.int64], out: Array) -> None:
+def _decode_listed(quantized: Quantized, rows: Numbers, out: Array) -> None:
     q = quantized
-    decode_affine(q.codes[rows], q.qparams[rows], q.bits, q.columns, out)
+    decode_affine(q.codes, q.qparams, q.bits, q.columns, out, rows=rows)
     if len(q.exact_index):
         at = np.minimum(np.searchsorted(q.exact_index, rows), len(q.exact_index) - 1)
         exact = q.exact_index[at] == rows

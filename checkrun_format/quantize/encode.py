@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.packing import U8, checked_bits, checked_columns, pack, packed_width, row_pieces
+from checkrun_format.packing import U8, checked_bits, checked_columns, checked_out, pack, packed_width, row_pieces
+from checkrun_format.quantize import engine
 from checkrun_format.quantize.decode import F32, F64, reach
-from checkrun_format.quantize.minmax import minmax
+from checkrun_format.quantize.greedy import greedy, steps_of
+from checkrun_format.quantize.method import VERSION, Method, method
+from checkrun_format.quantize.minmax import minmax, symmetric
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
+from checkrun_format.quantize.refine import refine
+from checkrun_format.quantize.torch_compat import torch_compat
+from checkrun_format.quantize.trials import moves
 
 Mask = npt.NDArray[np.bool_]
 
@@ -32,15 +41,47 @@ class Encoder(Protocol):
         ...
 
 
-ENCODERS: dict[str, Encoder] = {"minmax": minmax}
-"""The encoders by name."""
+ENCODERS: dict[str, Callable[..., Any]] = {
+    "greedy": greedy,
+    "minmax": minmax,
+    "refine": refine,
+    "symmetric": symmetric,
+    "torch_compat": torch_compat,
+}
+"""The encoders by name; some have parameters (`Method`) besides those of `Encoder`."""
+
+
+def recorded_method(told: Mapping[str, Any] | None, bits: int) -> Method | None:
+    """The method that a manifest tells of, None if it is not known here (another name, version or parameter)."""
+    told = told or {}
+    if told.get("name") not in ENCODERS or told.get("version") != VERSION:
+        return None
+    try:
+        return Method(told["name"], told.get("num_bins"), told.get("ratio")).filled(bits)
+    except InvalidInputError:
+        return None
+
+
+_COMPILED = ("greedy", "minmax", "refine", "symmetric")
+"""Those that `kernels` has too."""
+
+_SEARCHING = ("greedy", "refine")
 
 _ROUNDING = 2.0**-20
 _HALF_UNITS = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+_CAST_LIMITS = {"float16": 65520.0, "bfloat16": (2 - 2.0**-8) * 2.0**127}
+"""Smallest magnitude that overflows in a cast (DEC-2)."""
+
 _WIDEST_TRANSPOSED = 192
 
 
-def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str | None = None) -> Quantized:
+def encode(
+    values: Any,
+    bits: int,
+    encoder: str | Method | None = None,
+    qparams_dtype: str | None = None,
+    codes: U8 | None = None,
+) -> Quantized:
     """Quantize rows; those that codes cannot represent faithfully are kept exact (EXA-2).
 
     Exact are rows with NaN or infinities, all of -0.0, whose decoded values might overflow (DEC-2), or that break the
@@ -57,15 +98,18 @@ def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str
 
     Parameters
     ----------
-    values : array (n, columns) of float16, bfloat16, float32 or float64
-        Any strides and byte order; columns at least 1.
+    values : array or torch tensor (n, columns) of float16, bfloat16, float32 or float64
+        Any strides and byte order; columns at least 1. A tensor is encoded on its device (`encode_tensor`).
     bits : int
         1 to 8.
-    encoder : str
-        A name in `ENCODERS`.
+    encoder : str or Method, optional
+        A name in `ENCODERS`, alone or with parameters. By default `refine` up to 4 bits, `minmax` above.
     qparams_dtype : str, optional
         "float16" or "float32". By default float16, unless more than one row in a hundred would have to be exact and
-        float32 makes them fewer.
+        float32 makes them fewer; for `torch_compat`, as torch.
+
+    codes : uint8 array (n, packed_width(columns, bits)), optional
+        Receives the packed codes; in C order.
 
     Returns
     -------
@@ -79,8 +123,9 @@ def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str
 
     Notes
     -----
-    Encoding decoded rows again need not give the same codes, so copies are made of codes (CMP-2). It does for float32
-    and float64 rows that use the first code and the last, with float16 qparams and abs(bias) <= 2048 * scale.
+    Encoding decoded rows again need not give the same codes, so copies are made of codes (CMP-2). With `minmax` it does
+    for float32 and float64 rows that use the first code and the last, with float16 qparams and
+    abs(bias) <= 2048 * scale.
 
     Examples
     --------
@@ -88,11 +133,19 @@ def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str
     >>> q.codes.tolist(), q.qparams.dtype.name, q.error_bound < 0.505 * 2 / 255 + 2**-20
     ([[0, 64, 128, 191, 255]], 'float16', True)
     """
+    if type(values).__module__ == "torch" and codes is None:
+        from checkrun_format.quantize.tensors import encode_tensor
+
+        return encode_tensor(values, bits, encoder, qparams_dtype)
     job = _checked_job(values, bits, encoder)
     if qparams_dtype not in (None, *QPARAMS_DTYPES):
         raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
+    if job.method.name == "torch_compat":
+        qparams_dtype = qparams_dtype or ("float32" if job.bits == 8 else "float16")
     rows, columns = job.values.shape
-    codes = np.empty((rows, packed_width(columns, job.bits)), np.uint8)
+    codes = checked_out(codes, (rows, packed_width(columns, job.bits)), np.dtype(np.uint8))
+    if not codes.flags.c_contiguous:
+        raise InvalidInputError("codes must be in C order, row after row")
     with np.errstate(all="ignore"):
         qparams, exact_rows, bound = _fill(codes, job, qparams_dtype or "float16", may_widen=qparams_dtype is None)
         exact_index = nan_rows(qparams[:, 0], exact_rows)
@@ -104,7 +157,7 @@ def encode(values: Array, bits: int, encoder: str = "minmax", qparams_dtype: str
         bits=job.bits,
         columns=columns,
         dtype=job.dtype,
-        encoder=encoder,
+        encoder=job.method.name,
         error_bound=bound,
     )
 
@@ -114,7 +167,22 @@ class _Job:
     values: Array
     bits: int
     dtype: str
-    encoder: Encoder
+    method: Method
+
+    @property
+    def encoder(self) -> Encoder:
+        """With its parameters."""
+        parameters = {"num_bins": self.method.num_bins, "ratio": self.method.ratio}
+        given = {name: value for name, value in parameters.items() if value is not None}
+        found: Encoder = partial(ENCODERS[self.method.name], **given) if given else ENCODERS[self.method.name]
+        return found
+
+    @property
+    def options(self) -> F32:
+        """What `kernels.search_rows` has to know."""
+        if self.method.name == "greedy":
+            return np.array(steps_of(self.bits, self.method.num_bins or 0, self.method.ratio or 0.0), np.float32)
+        return moves(self.bits, self.values.shape[1]).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,38 +195,129 @@ class _Rows:
         return _Rows(values=self.values[mask], low=self.low[mask], high=self.high[mask])
 
 
-def _checked_job(values: object, bits: int, encoder: str) -> _Job:
-    if encoder not in ENCODERS:
-        raise InvalidInputError(f"unknown encoder {encoder!r}; known are {', '.join(sorted(ENCODERS))}")
+def _checked_job(values: object, bits: int, encoder: str | Method | None) -> _Job:
+    chosen = method(encoder, checked_bits(bits))
+    if chosen.name not in ENCODERS:
+        raise InvalidInputError(f"unknown encoder {chosen.name!r}; known are {', '.join(sorted(ENCODERS))}")
     if not isinstance(values, np.ndarray) or values.ndim != 2:
         raise InvalidInputError("values must be a numpy array of two dimensions")
     checked_columns(values.shape[1])
     dtype = dtypes.name_of(values.dtype)
     if dtype not in dtypes.FLOATING:
         raise InvalidInputError(f"values must be one of {', '.join(sorted(dtypes.FLOATING))}, not {dtype}")
-    return _Job(values=np.asarray(values), bits=checked_bits(bits), dtype=dtype, encoder=ENCODERS[encoder])
+    return _Job(values=np.asarray(values), bits=checked_bits(bits), dtype=dtype, method=chosen)
 
 
 def _fill(codes: U8, job: _Job, qparams_dtype: str, *, may_widen: bool) -> tuple[Array, int, float]:
     """Fill `codes`; the qparams, how many rows are exact, and the error bound."""
     total, columns = job.values.shape
     qparams = np.empty((total, 2), qparams_dtype)
-    exact_rows = saved_rows = 0
-    bound = 0.0
-    for piece in row_pieces(total, columns):
-        rows = _rows_of(job.values[piece])
-        raw, pairs, exact = _encoded(rows, job, qparams_dtype)
-        exact_rows += int(np.count_nonzero(exact))
-        bound = max(bound, float(np.max(_error_bounds(rows, pairs, job), where=~exact, initial=0)))
-        if may_widen and exact.any():
-            saved_rows += int(np.count_nonzero(~_encoded(rows.only(exact), job, "float32")[2]))
-            if saved_rows and exact_rows > total // 100:
-                del qparams
-                return _fill(codes, job, "float32", may_widen=False)
-        raw[exact], pairs[exact] = 0, np.nan
-        pack(raw, job.bits, out=codes[piece])
-        qparams[piece] = pairs
-    return qparams, exact_rows, bound
+    kernels = engine.kernels(job.values.size) if job.method.name in _COMPILED else None
+    fill: Callable[[slice], tuple[int, float]] = (
+        partial(_fill_piece, job, codes, qparams) if kernels is None else _compiled(kernels, job, codes, qparams)
+    )
+    told = engine.spread(fill, total, columns)
+    exact_rows = sum(rows for rows, _ in told)
+    if may_widen and exact_rows > total // 100 and _float32_saves_any(job, qparams):
+        del qparams, fill
+        return _fill(codes, job, "float32", may_widen=False)
+    return qparams, exact_rows, max((bound for _, bound in told), default=0.0)
+
+
+def _fill_piece(job: _Job, codes: U8, qparams: Array, rows: slice) -> tuple[int, float]:
+    """Fill some rows; how many of them are exact, and the error bound of the others."""
+    exact_rows, bound = 0, 0.0
+    with np.errstate(all="ignore"):
+        for piece in _pieces(rows, job.values.shape[1]):
+            given = _rows_of(job.values[piece])
+            raw, pairs, exact = _encoded(given, job, qparams.dtype.name)
+            exact_rows += int(np.count_nonzero(exact))
+            bound = max(bound, float(np.max(_error_bounds(given, pairs, job), where=~exact, initial=0)))
+            raw[exact], pairs[exact] = 0, np.nan
+            pack(raw, job.bits, out=codes[piece])
+            qparams[piece] = pairs
+    return exact_rows, bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CompiledEncoding:
+    """Fills some rows as `_fill_piece` does, with the compiled kernels; all are there before threads call it."""
+
+    measure: Callable[..., None]
+    search: Callable[..., None]
+    write: Callable[..., float]
+    widen: Callable[..., None]
+    job: _Job
+    codes: U8
+    qparams: Array
+
+    def __call__(self, rows: slice) -> tuple[int, float]:
+        ready = self.job.values.flags.c_contiguous and self.job.dtype == "float32"
+        pieces = [rows] if ready else _pieces(rows, self.job.values.shape[1])  # what is converted stays in cache
+        told = [self._piece(piece) for piece in pieces]
+        return sum(exact for exact, _ in told), max(bound for _, bound in told)
+
+    def _piece(self, piece: slice) -> tuple[int, float]:
+        job, pairs = self.job, self.qparams[piece].reshape(-1)
+        rows, half = len(pairs) // 2, pairs.dtype == np.float16
+        flat, columns = self._float32(job.values[piece]).reshape(-1), job.values.shape[1]
+        low, high, scale, bias = np.empty((4, rows), np.float32)
+        negative, exact = np.empty((2, rows), np.uint8)
+        name = job.method.name
+        measured = (low, high, scale, bias)
+        self.measure(flat, columns, job.bits, name == "symmetric", half, *measured, negative, exact)
+        if name in _SEARCHING:
+            greedily = name == "greedy"
+            self.search(flat, columns, job.bits, half, greedily, job.options, *measured, exact)
+        relative, absolute = _HALF_UNITS.get(job.dtype, (0.0, 0.0))
+        wide = 2.0**-149 if job.dtype == "float64" else 0.0
+        bound = self.write(
+            flat,
+            columns,
+            job.bits,
+            (relative, absolute, wide, _CAST_LIMITS.get(job.dtype, np.inf)),
+            *measured,
+            negative,
+            exact,
+            self.codes[piece].reshape(-1),
+            pairs.view(np.uint32) if half else np.empty(0, np.uint32),
+            np.empty(0, np.uint64) if half else pairs.view(np.uint64),
+        )
+        return int(np.count_nonzero(exact)), bound
+
+    def _float32(self, values: Array) -> F32:
+        if self.job.dtype not in _HALF_UNITS:
+            with np.errstate(all="ignore"):
+                return np.ascontiguousarray(values, dtype=np.float32)
+        halves = np.ascontiguousarray(values, dtype=dtypes.logical(self.job.dtype))
+        wide = np.empty(values.shape, np.float32)
+        self.widen(halves.view(np.uint16).reshape(-1), self.job.dtype == "bfloat16", wide.reshape(-1))
+        return wide
+
+
+def _compiled(kernels: ModuleType, job: _Job, codes: U8, qparams: Array) -> _CompiledEncoding:
+    """Compiles what this job needs."""
+    names = {"measure": True, "search": job.method.name in _SEARCHING, "widen": job.dtype in _HALF_UNITS, "write": True}
+    found: dict[str, Any] = {
+        n: kernels.compiled(getattr(kernels, f"{n}_rows")) if needed else None for n, needed in names.items()
+    }
+    return _CompiledEncoding(job=job, codes=codes, qparams=qparams, **found)
+
+
+def _pieces(rows: slice, columns: int) -> Iterator[slice]:
+    """The pieces of `rows` that stay in cache."""
+    start = rows.start
+    return (slice(start + p.start, start + p.stop) for p in row_pieces(rows.stop - start, columns))
+
+
+def _float32_saves_any(job: _Job, qparams: Array) -> bool:
+    """Whether one of the exact rows would not be exact with float32 qparams."""
+    with np.errstate(all="ignore"):
+        for piece in row_pieces(*job.values.shape):
+            exact = np.isnan(qparams[piece, 0])
+            if exact.any() and not _encoded(_rows_of(job.values[piece][exact]), job, "float32")[2].all():
+                return True
+    return False
 
 
 def _rows_of(piece: Array) -> _Rows:

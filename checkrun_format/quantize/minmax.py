@@ -1,4 +1,4 @@
-"""The encoder `minmax`: the codes of a row span its range evenly."""
+"""The encoders `minmax` and `symmetric`: the codes of a row span a range evenly."""
 
 from __future__ import annotations
 
@@ -48,12 +48,45 @@ def minmax(values: F32, low: F32, high: F32, bits: int, qparams_dtype: str) -> t
     >>> codes.tolist(), qparams[1].tolist(), exact.tolist()
     ([[0, 3, 15], [0, 0, 0]], [0.0, 2.0], [False, False])
     """
-    step = (high.astype(np.float64) - low) / ((1 << bits) - 1)
-    qparams = np.empty((len(values), 2), qparams_dtype)
-    qparams[:, 0] = step if qparams_dtype == "float16" else _shortened(step)
-    qparams[:, 1] = low
-    exact = ~(reach(low, high, qparams, bits) <= TOLERANCE * step)
+    qparams, exact = span(low, high, bits, qparams_dtype)
     return nearest_codes(values, qparams, bits), qparams, exact
+
+
+def symmetric(
+    values: F32, low: F32, high: F32, bits: int, qparams_dtype: str
+) -> tuple[U8, Array, npt.NDArray[np.bool_]]:
+    """Encode rows between -m and m, m the largest magnitude, in 2^bits - 2 steps, so that one code means (about) 0.
+
+    That is the symmetric quantization of Check-N-Run's section 5.2: the scale is m / (2^(bits-1) - 1), and one code is
+    not used. At 1 bit, where this is no number, the codes mean -m and m. Parameters and results are those of
+    `minmax`; the bound of 0.505 steps is one of the steps used here.
+    """
+    largest = np.maximum(high, -low) + np.float32(0)  # no -0.0
+    steps = max((1 << bits) - 2, 1)
+    qparams, exact = _span((low, high), (0 - largest, largest), steps, bits, qparams_dtype)
+    return nearest_codes(values, qparams, bits), qparams, exact
+
+
+def span(low: F32, high: F32, bits: int, qparams_dtype: str) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """The qparams of `minmax`, and which rows are to be exact."""
+    return _span((low, high), (low, high), (1 << bits) - 1, bits, qparams_dtype)
+
+
+def stored_pairs(scale: F64, bias: F64, qparams_dtype: str) -> Array:
+    """Scale and bias, each rounded to the qparams' dtype; a float32 scale to 16 significant bits (DEC-4)."""
+    qparams = np.empty((len(scale), 2), qparams_dtype)
+    qparams[:, 0] = scale if qparams_dtype == "float16" else _shortened(scale)
+    qparams[:, 1] = bias
+    return qparams
+
+
+def _span(
+    extremes: tuple[F32, F32], ends: tuple[F32, F32], steps: int, bits: int, qparams_dtype: str
+) -> tuple[Array, npt.NDArray[np.bool_]]:
+    first, last = ends
+    step = (last.astype(np.float64) - first) / steps
+    qparams = stored_pairs(step, first.astype(np.float64), qparams_dtype)
+    return qparams, ~(reach(*extremes, qparams, bits) <= TOLERANCE * step)
 
 
 def _shortened(step: F64) -> F64:

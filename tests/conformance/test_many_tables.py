@@ -55,7 +55,7 @@ def test_twenty_thousand_tables(tmp_path_factory: pytest.TempPathFactory) -> Non
 def test_an_increment_of_five_hundred_tables(tmp_path: Path) -> None:
     """10 rows in each of 500 tables of two layouts, some of them keyed."""
     rng = np.random.default_rng(0)
-    run = crf.open_run(tmp_path, mode="a", bits={"small*": 4}, durable=False)
+    run = crf.open_run(tmp_path, mode="a", encoder="minmax", bits={"small*": 4}, durable=False)
     names = [f"{'small' if number % 2 else 'raw'}{number}" for number in range(500)]
     values = {
         name: rng.normal(size=(50, 8 if number % 2 else 12)).astype(np.float32) for number, name in enumerate(names)

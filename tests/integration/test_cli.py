@@ -362,8 +362,11 @@ class TestInfo:
         assert (weight["name"], weight["dtype"], weight["columns"]) == ("weight", "float32", 6)
         assert weight["encodings"] == [{"encoding": "affine", "bits": 4, "dtype": None}]
         bound = error_bound(whole, 2)
+        errors = [weight["encoder"].pop(name) for name in ("l2_error", "relative_l2_error")]
+        assert 0 < errors[0] < bound * 6**0.5 and 0 < errors[1] < 0.2
         assert weight["encoder"] == {
-            "name": "minmax",
+            "name": "refine",
+            "version": 1,
             "bits": 4,
             "exact_rows": 0,
             "qparams": "float16",
@@ -382,7 +385,7 @@ class TestInfo:
         assert facts["chain"].startswith("8, 7 (2 layers, ") and facts["restores"] == "1"
         assert facts["extra"] == '{"batch": 401, "loss": [0.5]}'
         bound = str(error_bound(whole, 8))
-        assert ["user", "40", "changed", "1", "weight", "float32", "6", "4 bits", "minmax", "0", bound] in made.rows
+        assert ["user", "40", "changed", "1", "weight", "float32", "6", "4 bits", "refine", "0", bound] in made.rows
         assert ["sum", "float64", "-", "raw float64", "-", "-", "-"] in made.rows
         assert [repr(ODD), "keyed int64", "unchanged", "0", "v", "bfloat16", "2", "-", "-", "-", "-"] in made.rows
         assert ["mlp.0", "float32", "2 x 3"] in made.rows and ["temperature", "float64", "scalar"] in made.rows
@@ -430,7 +433,7 @@ class TestInfo:
         assert (user["rows"], user["stored_rows"], user["fields"][0]["encodings"]) == (40, None, None)
         assert [problem["place"] for problem in made.document["problems"]] == [str(parts.relative_to(copy))]
         row = next(row for row in checkrun("info", f"{copy}@2", code=1).rows if row[0] == "user")
-        assert row[:9] == ["user", "40", "changed", "?", "weight", "float32", "6", "?", "minmax"]
+        assert row[:9] == ["user", "40", "changed", "?", "weight", "float32", "6", "?", "refine"]
 
 
 class TestCat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -13,10 +14,12 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkrun_format import quantize
 from checkrun_format.packing import pack, padding_is_zero, unpack
-from checkrun_format.quantize import Quantized, decode, decode_affine, encode, narrow
+from checkrun_format.quantize import Quantized, decode, decode_affine, narrow
 
 Array = npt.NDArray[Any]
+encode = partial(quantize.encode, encoder="minmax")
 F32 = np.float32
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NUMPY = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES}

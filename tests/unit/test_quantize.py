@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -15,10 +16,11 @@ import pytest
 from checkrun_format import quantize
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import pack, padding_is_zero, unpack
-from checkrun_format.quantize import Quantized, decode, decode_affine, encode, narrow
+from checkrun_format.quantize import Quantized, decode, decode_affine, narrow
 from checkrun_format.quantize.decode import nearest_codes
 
 Array = npt.NDArray[Any]
+encode = partial(quantize.encode, encoder="minmax")
 F32 = np.float32
 WIDTHS = range(1, 9)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -393,10 +395,13 @@ class TestInputs:
         ("call", "told"),
         [
             (lambda: encode(weights(), 0), "bits must be a whole number from 1 to 8, not 0"),
-            (lambda: encode(weights(), 4, encoder="best"), "unknown encoder 'best'; known are minmax"),
+            (
+                lambda: encode(weights(), 4, encoder="best"),
+                "unknown encoder 'best'; known are greedy, minmax",
+            ),
             (lambda: encode(weights(), 4, qparams_dtype="bfloat16"), "one of float16, float32, not 'bfloat16'"),
             (lambda: encode(weights()[0], 4), "two dimensions"),
-            (lambda: encode([[1.0]], 4), "numpy array"),  # type: ignore[arg-type]
+            (lambda: encode([[1.0]], 4), "numpy array"),
             (lambda: encode(np.zeros((3, 0), F32), 4), "columns must be a whole number of at least 1"),
             (lambda: encode(np.zeros((3, 2), np.int32), 4), "bfloat16, float16, float32, float64, not int32"),
             (lambda: encode(np.zeros((3, 2), ml_dtypes.float8_e5m2), 4), "not float8_e5m2"),

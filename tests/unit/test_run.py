@@ -343,7 +343,9 @@ class TestQuantized:
 
     @pytest.mark.parametrize("bits", range(1, 9))
     def test_every_width_of_every_dtype(self, tmp_path: Path, bits: int) -> None:
-        run = crf.open_run(tmp_path, "a", durable=False, bits=bits, chunk_bytes=64, policy="consecutive")
+        run = crf.open_run(
+            tmp_path, "a", durable=False, encoder="minmax", bits=bits, chunk_bytes=64, policy="consecutive"
+        )
         before, after = {}, {}
         for name in ("float32", "float64", "float16", "bfloat16"):
             before[name] = weights(30, 7).astype(dtypes.logical(name))
@@ -433,7 +435,7 @@ class TestBits:
         ],
     )
     def test_rules(self, tmp_path: Path, bits: Any, wanted: list[int | None]) -> None:
-        run = crf.open_run(tmp_path, "a", durable=False, bits=bits)
+        run = crf.open_run(tmp_path, "a", durable=False, encoder="minmax", bits=bits)
         tables = {
             "user": Table({"weight": weights(), "sum2": weights(12, 2)}),
             "item.b": Table({"weight": weights()}),
@@ -522,7 +524,7 @@ class TestBits:
             error = np.abs(found.astype(np.float64) - given)[np.isfinite(given).all(1)]
             assert error.max() <= encoder["error_bound"]
             assert encoder["exact_rows"] >= int((~np.isfinite(given)).any(1).sum())
-            assert (encoder["name"], encoder["bits"]) == ("minmax", 3)
+            assert (encoder["name"], encoder["bits"]) == ("refine", 3)
 
 
 class TestTensors:
@@ -1370,7 +1372,9 @@ class TestSizes:
         monkeypatch.setattr("checkrun_format.writer._SMALL_BYTES", small)
         monkeypatch.setattr("checkrun_format.writer._POOL_BYTES", pooled)
         monkeypatch.setattr("checkrun_format.writer._PIECE_BYTES", 100)
-        run = crf.open_run(tmp_path, "a", durable=False, bits=bits, chunk_bytes=200, policy="consecutive")
+        run = crf.open_run(
+            tmp_path, "a", durable=False, encoder="minmax", bits=bits, chunk_bytes=200, policy="consecutive"
+        )
         tables = {f"t{n}": weights(20 + n, 3 + n % 2, n) for n in range(6)}
         for values in tables.values():
             values[[1, 19]] = np.nan
@@ -1396,7 +1400,9 @@ class TestSizes:
 
     def test_a_large_table_in_several_pieces(self, tmp_path: Path) -> None:
         """Rows of the first piece fit float16 qparams, those of later ones do not: within the bound all the same."""
-        run = crf.open_run(tmp_path, "a", durable=False, bits=4, chunk_bytes=300_000, policy="consecutive")
+        run = crf.open_run(
+            tmp_path, "a", durable=False, encoder="minmax", bits=4, chunk_bytes=300_000, policy="consecutive"
+        )
         values = weights(40_000, 40)
         values[30_000:] += 1e6
         values[39_999] = np.nan

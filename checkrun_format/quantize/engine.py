@@ -1,0 +1,91 @@
+"""Where the compiled kernels run: from which size on, and on how many threads."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import ModuleType
+from typing import TypeVar
+
+from checkrun_format.errors import InvalidInputError
+
+T = TypeVar("T")
+
+KERNELS = "checkrun_format.quantize.kernels"
+
+COMPILED_FROM = 1 << 16
+"""Elements from which on it pays to load the compiled kernels, if nothing has loaded them yet."""
+
+_TASK_ELEMENTS = 1 << 19
+"""Elements of one task: 2 MiB of float32."""
+
+_threads: int | None = None
+_pool: ThreadPoolExecutor | None = None
+
+
+def set_threads(count: int | None) -> None:
+    """How many threads encode and decode; None: as many as the process may use processors.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is not a whole number from 1 on.
+    """
+    global _threads, _pool
+    if count is not None and (isinstance(count, bool) or operator.index(count) < 1):
+        raise InvalidInputError(f"threads must be a whole number from 1 on, or None, not {count!r}")
+    former, _threads, _pool = _pool, count, None
+    if former is not None:
+        former.shutdown(wait=False)
+
+
+def threads() -> int:
+    """How many threads encode and decode."""
+    return _threads or len(os.sched_getaffinity(0))
+
+
+def kernels(elements: int) -> ModuleType | None:
+    """The compiled kernels, if they are loaded or `elements` are worth it; None without numba."""
+    return sys.modules.get(KERNELS) or (_load() if elements >= COMPILED_FROM else None)
+
+
+@functools.cache
+def _load() -> ModuleType | None:
+    try:
+        import checkrun_format.quantize.kernels as loaded
+    except ImportError:
+        return None
+    return loaded
+
+
+def spread(task: Callable[[slice], T], rows: int, columns: int) -> list[T]:
+    """`task` of slices that cut `rows` rows of `columns` elements, on several threads; the results in order."""
+    step = max(1, _TASK_ELEMENTS // (columns + 16))
+    slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    if len(slices) <= 1 or threads() == 1:
+        return [task(piece) for piece in slices]
+    try:
+        futures = [_executor().submit(task, piece) for piece in slices]
+    except RuntimeError:  # the interpreter shuts down and starts no more threads
+        return [task(piece) for piece in slices]
+    wait(futures)  # nobody writes into the caller's memory after this returns
+    return [future.result() for future in futures]
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _pool  # noqa: PLW0603 - made with the first large array, and anew in a forked process
+    if _pool is None:
+        _pool = ThreadPoolExecutor(threads(), thread_name_prefix="checkrun-quantize")
+    return _pool
+
+
+def _forget_pool() -> None:
+    global _pool  # noqa: PLW0603 - its threads stay with the parent
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_forget_pool)

@@ -1,0 +1,632 @@
+"""Compiled counterparts of the reference: one pass over memory, the same bits. Imported with the first large array.
+
+Rows go in blocks that stay in the first-level cache. What made numba fast: one-dimensional slices, casts after every
+operation on int32 (else it becomes int64), codes by `uint8(int32(rint(float32)))`, no fastmath. Without fastmath
+nothing is contracted to a fused multiply-add (DEC-1) nor summed in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import register_jitable
+
+from checkrun_format.quantize import lanes
+from checkrun_format.quantize.lanes import LANES
+from checkrun_format.quantize.trials import NARROWEST, RISK
+
+I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
+F32, F64 = np.float32, np.float64
+
+BLOCK = 4096
+"""Elements of one block: 16 KiB of float32."""
+
+
+def _given(dtype: Any) -> types.Array:
+    return types.Array(dtype, 1, "C", readonly=True)
+
+
+def _filled(dtype: Any) -> types.Array:
+    return types.Array(dtype, 1, "C")
+
+
+_SINGLE, _BYTE, _SIZE = types.float32, types.uint8, types.int64
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "measure_rows": (
+        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[_filled(_SINGLE)] * 4, *[_filled(_BYTE)] * 2,
+    ),
+    "search_rows": (
+        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, _given(_SINGLE), *[_filled(_SINGLE)] * 4,
+        _filled(_BYTE),
+    ),
+    "write_rows": (
+        _given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[_filled(_SINGLE)] * 4,
+        *[_filled(_BYTE)] * 3, _filled(types.uint32), _filled(types.uint64),
+    ),
+    "decode_rows": (
+        _given(_BYTE), _given(_SINGLE), _given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2), _given(_SIZE),
+        _filled(_SINGLE), _filled(types.float64), _filled(types.uint16), types.boolean,
+    ),
+    "widen_rows": (_given(types.uint16), types.boolean, _filled(_SINGLE)),
+}  # fmt: skip
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this module, compiled, by way of the cache on disk where there is room for one."""
+    signature, options = _SIGNATURES[function.__name__], {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(signature, cache=True, **options)(function)
+    except (OSError, RuntimeError):  # no folder for the cache, or none that can be written
+        return numba.njit(signature, **options)(function)
+
+
+# ---- encoding
+
+
+def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, negative, exact):
+    """The extremes of rows, and what `minmax` or `symmetric` makes of them.
+
+    Parameters
+    ----------
+    flat : float32 array (n * columns,)
+    columns, bits : int
+    symmetric, half : bool
+        Which encoder; whether the qparams are float16.
+    low, high, scale, bias : float32 array (n,)
+        Are filled.
+    negative, exact : uint8 array (n,)
+        Are filled with 1 for rows that are all -0.0; that break DEC-5.
+    """
+    _extremes(flat.view(I32), columns, exact.size, low, high, negative)
+    step, first = np.empty(exact.size, F64), np.empty(exact.size, F64)
+    steps = F64(max((1 << bits) - 2, 1) if symmetric else (1 << bits) - 1)
+    for r in range(exact.size):
+        a, b = low[r], high[r]
+        largest = F32((b if b > -a else -a) + F32(0))
+        a = F32(F32(0) - largest) if symmetric else a
+        b = largest if symmetric else b
+        first[r] = F64(a)
+        step[r] = (F64(b) - F64(a)) / steps
+    _stored(step, first, half, scale, bias)
+    top = F64((1 << bits) - 1)
+    for r in range(exact.size):
+        reached = _reach(F64(low[r]), F64(high[r]), F64(scale[r]), F64(bias[r]), top)
+        exact[r] = U8(0) if reached <= 0.505 * step[r] else U8(1)
+
+
+def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exact, codes, halves, singles):
+    """Codes, packed, and qparams as they are stored; rows that must be exact (EXA-2).
+
+    Parameters
+    ----------
+    flat, columns, bits, low, high, scale, bias, negative, exact
+        As `measure_rows` has them, or with better scales and biases. `scale` and `bias` are used up.
+    cast : tuple of four floats
+        Half a unit in the last place of the cast of DEC-2, relative and absolute; what a float64 source adds to the
+        bound; the smallest magnitude that overflows in the cast.
+    codes : uint8 array (n * packed width,)
+        Receives the packed codes.
+    halves, singles : uint32 and uint64 array (n,)
+        That of them which is not empty receives the bits of scale and, above them, bias.
+
+    Returns
+    -------
+    float
+        The error bound of the rows that are not exact.
+    """
+    top, rows = F32((1 << bits) - 1), exact.size
+    _inexpressible(low, high, negative, scale, bias, top, F32(cast[3]), exact)
+    bound = _bound(low, high, scale, bias, F64(top), cast, exact)
+    _store(scale, bias, exact, halves, singles)
+    if bits == 8:
+        _codes(flat, columns, rows, scale, bias, top, codes, columns)
+        return bound
+    size = max(1, min(rows, BLOCK // columns))
+    width = (columns * bits + 7) // 8
+    stride = width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
+    buffer = np.zeros(size * stride, U8)
+    for start in range(0, rows, size):
+        count = min(size, rows - start)
+        block = flat[start * columns : (start + count) * columns]
+        stop = start + count
+        _codes(block, columns, count, scale[start:stop], bias[start:stop], top, buffer, stride)
+        _pack(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
+    return bound
+
+
+@register_jitable
+def _extremes(ints, columns, rows, low, high, negative):
+    """The extremes of each row, zeros as +0.0; NaN if it has one; and whether all of a row is -0.0.
+
+    The bits of floats are mapped to integers of the same order, -0.0 below +0.0, NaN at the ends.
+    """
+    least, most = np.empty(rows, I32), np.empty(rows, I32)
+    for r in range(rows):
+        row = ints[r * columns : (r + 1) * columns]
+        a, b = I32(0x7FFFFFFF), I32(-0x80000000)
+        for j in range(columns):
+            v = row[j]
+            ordered = I32(v ^ I32(I32(v >> I32(31)) & I32(0x7FFFFFFF)))
+            a = min(a, ordered)
+            b = max(b, ordered)
+        least[r] = a
+        most[r] = b
+    for r in range(rows):
+        a, b = least[r], most[r]
+        negative[r] = (a == -1) & (b == -1)
+        least[r] = I32(a ^ I32(I32(a >> I32(31)) & I32(0x7FFFFFFF)))
+        most[r] = I32(b ^ I32(I32(b >> I32(31)) & I32(0x7FFFFFFF)))
+    lows, highs = least.view(F32), most.view(F32)
+    for r in range(rows):
+        low[r] = lows[r] + F32(0)
+        high[r] = highs[r] + F32(0)
+
+
+@register_jitable
+def _stored(scales, biases, half, scale, bias):
+    """`stored_pairs`."""
+    rows = scales.size
+    rounded = np.empty(rows, F64)
+    if half:
+        _to_halves(scales, rounded)
+        for r in range(rows):
+            scale[r] = F32(rounded[r])
+        _to_halves(biases, rounded)
+        for r in range(rows):
+            bias[r] = F32(rounded[r])
+    else:
+        bits, short = scales.view(U64), rounded.view(U64)
+        for r in range(rows):
+            b = bits[r]
+            short[r] = (b + U64((1 << 36) - 1) + ((b >> U64(37)) & U64(1))) & U64(0xFFFFFFE000000000)
+        for r in range(rows):
+            scale[r] = F32(rounded[r])
+            bias[r] = F32(biases[r])
+
+
+@register_jitable
+def _reach(low, high, scale, bias, top):
+    below, above = bias - low, high - (bias + scale * top)
+    farthest = 0.5 * scale
+    farthest = below if below > farthest else farthest
+    return above if above > farthest else farthest
+
+
+@register_jitable
+def _to_halves(values, out):
+    """Round float64 to the nearest float16, ties to even; what is beyond the largest becomes infinite."""
+    rounded = np.empty(values.size, F64)
+    given, bits = values.view(U64), rounded.view(U64)
+    for r in range(values.size):
+        b = given[r] & U64(0x7FFFFFFFFFFFFFFF)
+        bits[r] = (b + U64((1 << 41) - 1) + ((b >> U64(42)) & U64(1))) & U64(0xFFFFFC0000000000)
+    for r in range(values.size):
+        v = values[r]
+        small = (abs(v) + 402653184.0) - 402653184.0  # 1.5 * 2^28: doubles there are 2^-24 apart
+        magnitude = small if abs(v) < 2.0**-14 else rounded[r]
+        magnitude = np.inf if magnitude > 65504.0 else magnitude
+        out[r] = -magnitude if v < 0 else magnitude
+
+
+def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
+    """`refine` or `greedy`: better scale and bias for those rows where it finds them; eight rows at a time.
+
+    Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
+    step and the number of steps.
+    """
+    rows, top = exact.size, F32((1 << bits) - 1)
+    values, found = np.empty(columns * LANES, F32), np.empty(3 * LANES, F32)
+    origin, width, inverse = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, F32)
+    error = np.empty(rows, F32)
+    for r in range(rows):
+        inverse[r] = F32(top / F32(high[r] - low[r]))
+    for start in range(0, rows, LANES):
+        count = min(LANES, rows - start)
+        _normalize(flat, columns, start, count, low, inverse, values)
+        if greedily:
+            lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
+        else:
+            lanes_refine(values, columns, top, options, options.size // 2, found)
+        for l in range(count):
+            origin[start + l] = found[l]
+            width[start + l] = found[LANES + l]
+            error[start + l] = found[2 * LANES + l]
+    scales, biases = np.empty(rows, F64), np.empty(rows, F64)
+    for r in range(rows):
+        step = (F64(high[r]) - F64(low[r])) / F64(top)
+        scales[r] = F64(width[r]) * step
+        biases[r] = F64(low[r]) + F64(origin[r]) * step
+    new_scale, new_bias, better = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, U8)
+    _stored(scales, biases, half, new_scale, new_bias)
+    for r in range(rows):
+        new_bias[r] = F32(0) if (low[r] >= 0) & (new_bias[r] <= 0) else new_bias[r]
+    risks = 0
+    for r in range(rows):
+        s, b = F32(new_scale[r] * inverse[r]), F32(F32(new_bias[r] - low[r]) * inverse[r])
+        moved = F32(abs(F32(b - origin[r])) + F32(top * abs(F32(s - width[r]))))
+        fits = (exact[r] == 0) & (F32(high[r] - low[r]) > NARROWEST) & (width[r] > 0)
+        better[r] = (
+            U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) <= F32(RISK * error[r]) else U8(2)
+        )
+        risks += better[r] == 2
+    if risks:
+        _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
+    for r in range(rows):
+        scale[r] = new_scale[r] if better[r] else scale[r]
+        bias[r] = new_bias[r] if better[r] else bias[r]
+
+
+lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
+lanes_normalize = lanes.normalize
+
+
+@register_jitable
+def _normalize(flat, columns, start, count, low, inverse, values):
+    """Rows to lanes, in steps of `minmax`; lanes without a row are 0."""
+    done, given = 0, np.zeros(2 * LANES, F32)
+    for l in range(count):
+        given[l] = low[start + l]
+        given[LANES + l] = inverse[start + l]
+    if count == LANES:
+        lanes_normalize(flat, start * columns, columns, columns // LANES, given, values)
+        done = columns // LANES * LANES
+    else:
+        values[: columns * LANES] = F32(0)
+    for j in range(done, columns):
+        for l in range(count):
+            values[j * LANES + l] = F32(F32(flat[(start + l) * columns + j] - given[l]) * given[LANES + l])
+
+
+@register_jitable
+def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
+    """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
+    given, errors = np.ones(2 * LANES, F32), np.empty(2 * LANES, F32)
+    for start in range(0, better.size, LANES):
+        count = min(LANES, better.size - start)
+        risky = False
+        for r in range(start, start + count):
+            risky |= better[r] == 2
+        if not risky:
+            continue
+        _normalize(flat, columns, start, count, low, inverse, values)
+        for which in range(2):
+            for l in range(count):
+                r = start + l
+                given[l] = F32(F32((new_bias[r] if which else bias[r]) - low[r]) * inverse[r])
+                given[LANES + l] = F32((new_scale[r] if which else scale[r]) * inverse[r])
+            lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :])
+        for l in range(count):
+            if better[start + l] == 2:
+                better[start + l] = U8(errors[LANES + l] <= errors[l])
+
+
+@register_jitable
+def _inexpressible(low, high, negative, scale, bias, top, limit, exact):
+    """Rows that must be exact whatever the encoder (EXA-2, DEC-2, DEC-3)."""
+    for r in range(exact.size):
+        end = F32(F32(scale[r] * top) + bias[r])
+        fits = abs(F32(high[r] - low[r])) < F32(np.inf)
+        fits &= (abs(bias[r]) < limit) & (abs(end) < limit)
+        exact[r] |= U8((not fits) | (negative[r] != 0))
+
+
+@register_jitable
+def _bound(low, high, scale, bias, top, cast, exact):
+    """The largest of `_error_bounds` over the rows that are not exact."""
+    bounds = np.empty(exact.size, F64)
+    relative, absolute, wide, _ = cast
+    unit = 2.0**-20
+    for r in range(exact.size):
+        s, b = F64(scale[r]), F64(bias[r])
+        largest = F64(max(high[r], -low[r]))
+        bound = _reach(F64(low[r]), F64(high[r]), s, b, top) * (1 + unit)
+        bound += unit * max(largest, abs(b)) if (s > 0) | (wide > 0) else 0.0
+        bound += wide
+        bound += min(bound, relative * (largest + bound) + absolute)
+        bounds[r] = 0.0 if exact[r] else bound
+    largest_bits = np.int64(0)
+    ordered = bounds.view(np.int64)  # of numbers from 0 on, the bits have the same order
+    for r in range(exact.size):
+        largest_bits = max(largest_bits, ordered[r])
+    bounds.view(np.int64)[0] = largest_bits
+    return bounds[0]
+
+
+@register_jitable
+def _store(scale, bias, exact, halves, singles):
+    """Store pairs of scale and bias, NaN in exact rows; what is left of them gives codes 0 there, and at scale 0."""
+    if halves.size:
+        for r in range(exact.size):
+            halves[r] = U32(0x7E007E00) if exact[r] else U32(0)
+        _add_halves(scale, exact, halves, U32(0))
+        _add_halves(bias, exact, halves, U32(16))
+    else:
+        low, high = scale.view(U32), bias.view(U32)
+        for r in range(exact.size):
+            pair = U64(low[r]) | (U64(high[r]) << U64(32))
+            singles[r] = U64(0x7FC000007FC00000) if exact[r] else pair
+    for r in range(exact.size):
+        bias[r] = F32(0) if exact[r] else bias[r]
+        scale[r] = F32(np.inf) if (exact[r] != 0) | (scale[r] == 0) else scale[r]
+
+
+@register_jitable
+def _add_halves(values, exact, pairs, shift):
+    """The bits of float32 values that are float16."""
+    bits = values.view(U32)
+    for r in range(exact.size):
+        m = U32(bits[r] & U32(0x7FFFFFFF))
+        small = U32(I32(F32(abs(values[r]) * F32(16777216))))
+        h = small if m < U32(0x38800000) else U32(U32(m >> U32(13)) - U32(112 << 10))
+        h = U32(h | U32(U32(bits[r] >> U32(16)) & U32(0x8000)))
+        pairs[r] = U32(pairs[r] | (U32(0) if exact[r] else U32(h << shift)))
+
+
+@register_jitable
+def _codes(flat, columns, rows, scale, bias, top, out, stride):
+    for r in range(rows):
+        row = flat[r * columns : (r + 1) * columns]
+        line = out[r * stride : r * stride + columns]
+        s, b = scale[r], bias[r]
+        for j in range(columns):
+            t = F32(F32(row[j] - b) / s)
+            t = t if t > F32(0) else F32(0)
+            t = t if t < top else top
+            line[j] = U8(I32(np.rint(t)))
+
+
+@register_jitable
+def _pack(codes, stride, rows, columns, bits, out, width):
+    """`pack` of rows that lie `stride` apart, with zeros up to a whole word."""
+    if bits == 4:
+        pairs = codes[: rows * stride].view(U16)
+        for n in range(out.size):
+            w = pairs[n]
+            out[n] = U8(w | U16(w >> U16(4)))
+    elif bits == 2:
+        fours = codes[: rows * stride].view(U32)
+        for n in range(out.size):
+            w = fours[n]
+            out[n] = U8(w | U32(w >> U32(6)) | U32(w >> U32(12)) | U32(w >> U32(18)))
+    elif bits == 1:
+        eights = codes[: rows * stride].view(U64)
+        for n in range(out.size):
+            w = eights[n]
+            w |= w >> U64(7)
+            w |= w >> U64(14)
+            out[n] = U8(w | (w >> U64(28)))
+    else:
+        words = codes[: rows * stride].view(U64)
+        per_row = stride // 8
+        if columns % 8 == 0:
+            _pack_words(words, bits, out)
+        else:
+            for r in range(rows):
+                _pack_words(words[r * per_row : (r + 1) * per_row], bits, out[r * width : (r + 1) * width])
+
+
+@register_jitable
+def _pack_words(words, bits, out):
+    b, size = U64(bits), U64(bits)
+    whole = U64(out.size) // size
+    for g in range(whole):
+        w, o = _folded(words[g], b), U64(g) * size
+        out[o] = U8(w)
+        out[o + U64(1)] = U8(w >> U64(8))
+        out[o + U64(2)] = U8(w >> U64(16))
+        if bits > 3:
+            out[o + U64(3)] = U8(w >> U64(24))
+            out[o + U64(4)] = U8(w >> U64(32))
+        if bits > 5:
+            out[o + U64(5)] = U8(w >> U64(40))
+        if bits > 6:
+            out[o + U64(6)] = U8(w >> U64(48))
+    if whole < U64(words.size):
+        w, part = _folded(words[whole], b), out[whole * size :]
+        for k in range(part.size):
+            part[k] = U8(w >> U64(8 * k))
+
+
+@register_jitable
+def _folded(w, b):
+    w = (w & U64(0x00FF00FF00FF00FF)) | (((w >> U64(8)) & U64(0x00FF00FF00FF00FF)) << b)
+    w = (w & U64(0x0000FFFF0000FFFF)) | (((w >> U64(16)) & U64(0x0000FFFF0000FFFF)) << (b + b))
+    return (w & U64(0x00000000FFFFFFFF)) | ((w >> U64(32)) << (b + b + b + b))
+
+
+# ---- decoding
+
+
+def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, single, double, half, brain):
+    """Decode rows into that one of three destinations which is not empty (DEC-1, DEC-2).
+
+    Parameters
+    ----------
+    codes : uint8 array (n * packed width,)
+    qparams : float32 array (2k,)
+        Of the k rows to be decoded.
+    positions : int64 array
+        Where their codes are; empty: in order.
+    columns, bits : int
+    rows_out : tuple of two int
+        Where the first row begins in the destination, and how far it is to the next.
+    places : int64 array
+        To which row of the destination each one goes; empty: in order.
+    single, double : float32 and float64 array
+    half : uint16 array
+        The bits of float16, or of bfloat16.
+    brain : bool
+        Which of the two.
+    """
+    width = (columns * bits + 7) // 8
+    rows = qparams.size // 2
+    size = max(1, min(rows, BLOCK // columns))
+    stride = columns if bits == 8 else width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
+    buffer = np.empty(size * stride, U8)
+    scale, bias, at = np.empty(size, F32), np.empty(size, F32), np.empty(size, np.int64)
+    begin, step = rows_out
+    values = np.empty(size * columns if half.size else 0, F32)
+    lifted = np.empty(values.size, F32)
+    for start in range(0, rows, size):
+        count = min(size, rows - start)
+        for k in range(count):
+            scale[k], bias[k] = qparams[2 * (start + k)], qparams[2 * (start + k) + 1]
+        if positions.size:
+            for k in range(count):
+                n = positions[start + k]
+                _unpack(codes[n * width : (n + 1) * width], 1, columns, bits, buffer[k * stride : (k + 1) * stride])
+        else:
+            _unpack(codes[start * width : (start + count) * width], count, columns, bits, buffer)
+        for k in range(count):
+            at[k] = begin + step * (places[start + k] if places.size else start + k)
+        if single.size:
+            _affine_single(buffer, stride, columns, count, scale, bias, at, single)
+        elif double.size:
+            _affine_double(buffer, stride, columns, count, scale, bias, at, double)
+        else:
+            _affine_half(buffer, stride, columns, count, scale, bias, at, half, brain, values, lifted)
+
+
+@register_jitable
+def _affine_single(codes, stride, columns, rows, scale, bias, at, out):
+    for k in range(rows):
+        row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
+        s, b = scale[k], bias[k]
+        for j in range(columns):
+            line[j] = F32(F32(F32(row[j]) * s) + b)
+
+
+@register_jitable
+def _affine_double(codes, stride, columns, rows, scale, bias, at, out):
+    for k in range(rows):
+        row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
+        s, b = scale[k], bias[k]
+        for j in range(columns):
+            line[j] = F64(F32(F32(F32(row[j]) * s) + b))
+
+
+@register_jitable
+def _affine_half(codes, stride, columns, rows, scale, bias, at, out, brain, values, lifted):
+    start = np.arange(rows) * columns
+    _affine_single(codes, stride, columns, rows, scale, bias, start, values)
+    together = True
+    for k in range(1, rows):
+        together &= at[k] - at[k - 1] == columns
+    size = rows * columns if together else columns
+    for k in range(1 if together else rows):
+        _narrow(values[k * size : (k + 1) * size], brain, lifted, out[at[k] : at[k] + size])
+
+
+@register_jitable
+def _unpack(packed, rows, columns, bits, out):
+    if bits == 8:
+        for n in range(packed.size):
+            out[n] = packed[n]
+    elif bits == 4:
+        pairs = out.view(U16)
+        for n in range(packed.size):
+            w = U16(packed[n])
+            pairs[n] = U16(w | U16(w << U16(4))) & U16(0x0F0F)
+    elif bits == 2:
+        fours = out.view(U32)
+        for n in range(packed.size):
+            w = U32(packed[n])
+            fours[n] = U32(w | U32(w << U32(6)) | U32(w << U32(12)) | U32(w << U32(18))) & U32(0x03030303)
+    elif bits == 1:
+        eights = out.view(U64)
+        for n in range(packed.size):
+            w = U64(packed[n])
+            w |= w << U64(28)
+            w |= w << U64(14)
+            w |= w << U64(7)
+            eights[n] = w & U64(0x0101010101010101)
+    else:
+        words = out.view(U64)
+        per_row, width = (columns + 7) // 8, (columns * bits + 7) // 8
+        if columns % 8 == 0:
+            _unpack_words(packed, bits, words[: rows * per_row])
+        else:
+            for r in range(rows):
+                _unpack_words(packed[r * width : (r + 1) * width], bits, words[r * per_row : (r + 1) * per_row])
+
+
+@register_jitable
+def _unpack_words(packed, bits, words):
+    b, size = U64(bits), U64(bits)
+    whole = U64(packed.size) // size
+    for g in range(whole):
+        o = U64(g) * size
+        w = U64(packed[o]) | (U64(packed[o + U64(1)]) << U64(8)) | (U64(packed[o + U64(2)]) << U64(16))
+        if bits > 3:
+            w |= (U64(packed[o + U64(3)]) << U64(24)) | (U64(packed[o + U64(4)]) << U64(32))
+        if bits > 5:
+            w |= U64(packed[o + U64(5)]) << U64(40)
+        if bits > 6:
+            w |= U64(packed[o + U64(6)]) << U64(48)
+        words[g] = _spread(w, b)
+    if whole < U64(words.size):
+        part, w = packed[whole * size :], U64(0)
+        for k in range(part.size):
+            w |= U64(part[k]) << U64(8 * k)
+        words[whole] = _spread(w, b)
+
+
+@register_jitable
+def _spread(w, b):
+    ones = (U64(1) << (b + b + b + b)) - U64(1)
+    w = (w & ones) | (((w >> (b + b + b + b)) & ones) << U64(32))
+    ones = ((U64(1) << (b + b)) - U64(1)) * U64(0x0000000100000001)
+    w = (w & ones) | (((w >> (b + b)) & ones) << U64(16))
+    ones = ((U64(1) << b) - U64(1)) * U64(0x0001000100010001)
+    return (w & ones) | (((w >> b) & ones) << U64(8))
+
+
+@register_jitable
+def _narrow(line, brain, lifted, out):
+    """Round float32 to the bits of bfloat16 or float16, to nearest, ties to even."""
+    bits = line.view(I32)
+    if brain:
+        for j in range(line.size):
+            b = U32(bits[j])
+            rounded = U32(U32(b + U32(0x7FFF)) + U32(U32(b >> U32(16)) & U32(1))) >> U32(16)
+            quiet = U32(U32(b >> U32(16)) | U32(0x40))
+            out[j] = U16(quiet if U32(b & U32(0x7FFFFFFF)) > U32(0x7F800000) else rounded)
+        return
+    for j in range(line.size):
+        lifted[j] = F32(abs(line[j]) + F32(0.5))  # floats there are 2^-24 apart, as are subnormal halves
+    small = lifted.view(I32)
+    for j in range(line.size):
+        b = bits[j]
+        m = I32(b & I32(0x7FFFFFFF))
+        normal = I32(I32(I32(m - I32(112 << 23)) + I32(0xFFF)) + I32(I32(m >> I32(13)) & I32(1))) >> I32(13)
+        h = I32(small[j] - I32(0x3F000000)) if m < I32(0x38800000) else I32(normal)
+        h = I32(0x7C00) if m >= I32(0x477FF000) else h
+        h = I32(0x7E00) if m > I32(0x7F800000) else h
+        out[j] = U16(I32(h | I32(I32(b >> I32(16)) & I32(0x8000))))
+
+
+def widen_rows(halves, brain, out):
+    """float16 or bfloat16, by their bits, as float32."""
+    bits = out.view(I32)
+    if brain:
+        for j in range(halves.size):
+            bits[j] = I32(halves[j]) << I32(16)
+        return
+    for j in range(halves.size):
+        h = I32(halves[j])
+        bits[j] = I32(I32(h & I32(0x7FFF)) << I32(13))
+    for j in range(halves.size):
+        out[j] = F32(out[j] * F32(2.0**112))  # exact, subnormal ones too
+    for j in range(halves.size):
+        h = I32(halves[j])
+        m = I32(h & I32(0x7FFF))
+        special = I32(I32(0x7F800000) | I32(I32(m & I32(0x3FF)) << I32(13)))
+        magnitude = special if m >= I32(0x7C00) else bits[j]
+        bits[j] = I32(magnitude | I32(I32(h & I32(0x8000)) << I32(16)))

@@ -1,0 +1,297 @@
+"""The encoders and the decoder for torch tensors, on whatever device these are. Imported with the first of them.
+
+What leaves the device are codes, qparams and exact rows. Every operation is one of torch's, so products and sums are
+rounded apart (DEC-1). `minmax` and `symmetric` give the codes and qparams of the numpy reference; `refine` and `greedy`
+sum over columns in another order. Rows go in pieces, so memory on the device does not grow with the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from checkrun_format.errors import InvalidInputError
+from checkrun_format.packing import checked_bits, checked_columns, packed_width
+from checkrun_format.quantize.greedy import steps_of
+from checkrun_format.quantize.method import Method, method
+from checkrun_format.quantize.minmax import TOLERANCE
+from checkrun_format.quantize.record import Quantized, nan_rows
+from checkrun_format.quantize.trials import NARROWEST, RISK, moves
+
+Tensor = torch.Tensor
+
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+
+_PIECE = {"cpu": 3 << 15}
+_PIECE_ON_DEVICE = 1 << 24
+_HALVES = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**-134)}
+
+
+def encode_tensor(
+    values: Tensor, bits: int, encoder: str | Method | None = None, qparams_dtype: str | None = None
+) -> Quantized:
+    """Quantize a tensor where it is; parameters, result and errors are those of `encode`.
+
+    Raises
+    ------
+    InvalidInputError
+        Also for `torch_compat`, which is there for arrays alone.
+    """
+    chosen = method(encoder, checked_bits(bits))
+    if chosen.name not in ("minmax", "symmetric", "refine", "greedy"):
+        raise InvalidInputError(f"the encoder {chosen.name!r} takes no tensors: give it a numpy array")
+    if values.ndim != 2 or values.dtype not in DTYPES:
+        raise InvalidInputError(f"values must be a floating tensor of two dimensions, not {values.dtype} {values.ndim}")
+    rows, columns = values.shape
+    checked_columns(columns)
+    values = values.detach()
+    for dtype in ("float16", "float32") if qparams_dtype is None else (qparams_dtype,):
+        codes = np.empty((rows, packed_width(columns, bits)), np.uint8)
+        qparams = np.empty((rows, 2), dtype)
+        bound = 0.0
+        for piece in _pieces(values):
+            packed, pairs, largest = _encoded(values[piece], bits, chosen, half=dtype == "float16")
+            codes[piece] = packed.cpu().numpy()
+            qparams[piece] = pairs.cpu().numpy()
+            bound = max(bound, largest)
+        exact = int(np.count_nonzero(np.isnan(qparams[:, 0])))
+        if qparams_dtype is not None or exact <= rows // 100 or not _float32_saves(values, qparams, bits, chosen):
+            break
+    index = nan_rows(qparams[:, 0], exact)
+    return Quantized(
+        codes=codes,
+        qparams=qparams,
+        exact_index=index,
+        exact_values=on_host(values[torch.from_numpy(index).to(values.device)]),
+        bits=int(bits),
+        columns=columns,
+        dtype=DTYPES[values.dtype],
+        encoder=chosen.name,
+        error_bound=bound,
+    )
+
+
+def decode_tensor(quantized: Quantized, out: Tensor) -> Tensor:
+    """Decode into a tensor (n, columns) of the logical dtype, of any strides, where it is (DEC-1, DEC-2).
+
+    Raises
+    ------
+    InvalidInputError
+        If `out` has another shape or dtype.
+    """
+    q = quantized
+    if out.shape != (q.rows, q.columns) or DTYPES.get(out.dtype) != q.dtype:
+        raise InvalidInputError(f"out must be {q.dtype} {(q.rows, q.columns)}, not {out.dtype} {tuple(out.shape)}")
+    for piece in _pieces(out):
+        codes = _unpacked(torch.from_numpy(q.codes[piece]).to(out.device), q.bits, q.columns)
+        pairs = torch.from_numpy(q.qparams[piece].astype(np.float32)).to(out.device)
+        out[piece] = (codes.to(torch.float32) * pairs[:, :1] + pairs[:, 1:]).to(out.dtype)
+    if len(q.exact_index):
+        out[torch.from_numpy(q.exact_index).to(out.device)] = _from_host(q.exact_values).to(out.device)
+    return out
+
+
+def _pieces(values: Tensor) -> Iterator[slice]:
+    step = max(1, _PIECE.get(values.device.type, _PIECE_ON_DEVICE) // (values.shape[1] + 16))
+    return (slice(start, min(start + step, len(values))) for start in range(0, len(values), step))
+
+
+def on_host(values: Tensor) -> npt.NDArray[Any]:
+    """The values as an array in memory."""
+    if values.dtype is torch.bfloat16:
+        return values.contiguous().view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
+    found: npt.NDArray[Any] = values.contiguous().cpu().numpy()
+    return found
+
+
+def _from_host(values: npt.NDArray[Any]) -> Tensor:
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(np.ascontiguousarray(values).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _float32_saves(values: Tensor, qparams: npt.NDArray[Any], bits: int, chosen: Method) -> bool:
+    index = torch.from_numpy(np.flatnonzero(np.isnan(qparams[:, 0]))).to(values.device)
+    return any(
+        not bool(torch.isnan(_encoded(values[some], bits, chosen, half=False)[1][:, 0]).all())
+        for some in torch.split(index, 1 << 14)
+    )
+
+
+def _encoded(given: Tensor, bits: int, chosen: Method, *, half: bool) -> tuple[Tensor, Tensor, float]:
+    """Packed codes, qparams with NaN in exact rows, and the error bound of the others."""
+    values = given.to(torch.float32)
+    low, high = values.amin(1) + 0.0, values.amax(1) + 0.0
+    levels = (1 << bits) - 1
+    first, last, steps = low, high, levels
+    if chosen.name == "symmetric":
+        last = torch.maximum(high, -low) + 0.0
+        first, steps = 0.0 - last, max(levels - 1, 1)
+    step = (last.double() - first) / steps
+    scale, bias = _stored(step, first.double(), half=half)
+    exact = ~(_reach(low, high, scale, bias, levels) <= TOLERANCE * step)
+    if chosen.name in ("refine", "greedy"):
+        scale, bias = _searched(values, (low, high), (scale, bias), bits, chosen, half=half)
+    exact = exact | _inexpressible(values, (low, high), (scale, bias), levels, given.dtype)
+    bound = _bound(low, high, scale, bias, levels, given.dtype)[~exact]
+    codes = (values - bias[:, None]) / torch.where(scale == 0, torch.inf, scale)[:, None]
+    codes = codes.round().clamp(0, levels)
+    codes[exact] = 0
+    pairs = torch.stack([scale, bias], 1)
+    pairs[exact] = torch.nan
+    packed = _packed(codes.to(torch.uint8), bits)
+    return packed, pairs.to(torch.float16 if half else torch.float32), float(bound.max()) if bound.numel() else 0.0
+
+
+def _stored(scale: Tensor, bias: Tensor, *, half: bool) -> tuple[Tensor, Tensor]:
+    """`stored_pairs`; torch rounds float64 to float16 by way of float32, so twice."""
+    if half:
+        return _half(scale).float(), _half(bias).float()
+    bits = scale.view(torch.int64)
+    short = (bits + ((1 << 36) - 1) + ((bits >> 37) & 1)) & ~((1 << 37) - 1)
+    return short.view(torch.float64).float(), bias.float()
+
+
+def _half(values: Tensor) -> Tensor:
+    magnitude = values.abs()
+    bits = magnitude.view(torch.int64)
+    normal = ((bits + ((1 << 41) - 1) + ((bits >> 42) & 1)) & ~((1 << 42) - 1)).view(torch.float64)
+    small = (magnitude + 402653184.0) - 402653184.0  # 1.5 * 2^28: doubles there are 2^-24 apart
+    rounded = torch.where(magnitude < 2.0**-14, small, normal)
+    return torch.where(rounded > 65504.0, torch.inf, rounded).copysign(values)
+
+
+def _reach(low: Tensor, high: Tensor, scale: Tensor, bias: Tensor, levels: int) -> Tensor:
+    wide, start = scale.double(), bias.double()
+    return torch.maximum(0.5 * wide, torch.maximum(start - low, high - (start + wide * levels)))
+
+
+def _inexpressible(
+    values: Tensor, ends: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor], levels: int, dtype: torch.dtype
+) -> Tensor:
+    (low, high), (scale, bias) = ends, pair
+    top = scale * levels + bias
+    fits = torch.isfinite(high - low) & torch.isfinite(bias.to(dtype)) & torch.isfinite(top.to(dtype))
+    zeros = (low == 0) & (high == 0)
+    negative = zeros & torch.signbit(values).all(1)
+    return ~fits | torch.signbit(scale) | negative
+
+
+def _bound(low: Tensor, high: Tensor, scale: Tensor, bias: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    unit = 2.0**-20
+    largest = torch.maximum(high, -low).double()
+    bounds = _reach(low, high, scale, bias, levels) * (1 + unit)
+    rounded = (scale > 0) | (dtype is torch.float64)
+    bounds = bounds + torch.where(rounded, unit * torch.maximum(largest, bias.double().abs()), 0.0)
+    bounds = bounds + (2.0**-149 if dtype is torch.float64 else 0.0)
+    if dtype in _HALVES:
+        relative, absolute = _HALVES[dtype]
+        bounds = bounds + torch.minimum(bounds, relative * (largest + bounds) + absolute)
+    return bounds
+
+
+def _searched(
+    values: Tensor,
+    ends: tuple[Tensor, Tensor],
+    plain: tuple[Tensor, Tensor],
+    bits: int,
+    chosen: Method,
+    *,
+    half: bool,
+) -> tuple[Tensor, Tensor]:
+    """`searched`, with sums in torch's order; exact rows may become anything."""
+    low, high = ends
+    levels = float((1 << bits) - 1)
+    inverse = levels / (high - low)
+    steps = (values - low[:, None]) * inverse[:, None]
+    find: Callable[[Tensor, float, int, Method], tuple[Tensor, Tensor, Tensor]]
+    find = _refined if chosen.name == "refine" else _greedy
+    origin, width, error = find(steps, levels, bits, chosen)
+    step = (high.double() - low) / levels
+    scale, bias = _stored(width * step, low + origin * step, half=half)
+    bias = torch.where((low >= 0) & (bias <= 0), 0.0, bias)
+    in_steps = [(s * inverse, (b - low) * inverse) for s, b in ((scale, bias), plain)]
+    moved = (in_steps[0][1] - origin).abs() + levels * (in_steps[0][0] - width).abs()
+    fits = (high - low > float(NARROWEST)) & (width > 0)
+    new, old = (_squared_error(steps, b, s, levels) for s, b in in_steps)
+    better = fits & ((moved * moved * steps.shape[1] <= float(RISK) * error) | (new <= old))
+    return torch.where(better, scale, plain[0]), torch.where(better, bias, plain[1])
+
+
+def _codes(steps: Tensor, origin: Tensor, width: Tensor, levels: float) -> Tensor:
+    return ((steps - origin[:, None]) * width.reciprocal()[:, None]).clamp(0, levels).round()
+
+
+def _squared_error(steps: Tensor, origin: Tensor, width: Tensor, levels: float) -> Tensor:
+    error = steps - (_codes(steps, origin, width, levels) * width[:, None] + origin[:, None])
+    return (error * error).sum(1)
+
+
+def _refined(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    count = steps.shape[1]
+    total = steps.sum(1)
+    best_origin, best_width = torch.zeros_like(total), torch.ones_like(total)
+    best = torch.full_like(total, torch.inf)
+    for shift, factor in [(0.0, 1.0), *moves(bits, count).tolist()]:
+        origin, width = best_origin + shift * (levels * best_width), best_width * factor
+        codes = _codes(steps, origin, width, levels)
+        rest = steps - codes
+        sums = codes.sum(1)
+        rests = total - sums
+        mean_code = sums / count
+        variance = (codes * codes).sum(1) - sums * mean_code
+        covariance = (rest * codes).sum(1) - rests * mean_code
+        varied = variance > 0
+        slope = torch.where(varied, covariance / variance, 0.0)
+        error = (rest * rest).sum(1) - rests * (rests / count) - covariance * slope
+        fitted = torch.where(varied, 1 + slope, width)
+        less = error < best
+        best = torch.where(less, error, best)
+        best_origin = torch.where(less, total / count - fitted * mean_code, best_origin)
+        best_width = torch.where(less, fitted, best_width)
+    return best_origin, best_width, best
+
+
+def _greedy(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, Tensor, Tensor]:
+    step, count = steps_of(bits, chosen.num_bins or 0, chosen.ratio or 0.0)
+    low = torch.zeros(len(steps), device=steps.device)
+    high = torch.full_like(low, levels)
+    best_low, best_width = low, torch.ones_like(low)
+    best = _squared_error(steps, low, best_width, levels)
+    for _ in range(count):
+        raised, lowered = low + float(step), high - float(step)
+        without_low = _squared_error(steps, raised, (high - raised) / levels, levels)
+        without_high = _squared_error(steps, low, (lowered - low) / levels, levels)
+        up = without_low < without_high
+        low, high = torch.where(up, raised, low), torch.where(up, high, lowered)
+        error = torch.where(up, without_low, without_high)
+        less = error < best
+        best = torch.where(less, error, best)
+        best_low, best_width = torch.where(less, low, best_low), torch.where(less, (high - low) / levels, best_width)
+    return best_low, best_width, best
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """`pack`: eight codes make `bits` bytes, by way of one 64-bit number."""
+    if bits == 8:
+        return codes
+    width = packed_width(codes.shape[1], bits)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).view(len(codes), -1, 8).to(torch.int64)
+    places = torch.arange(8, device=codes.device)
+    words = (padded << (places * bits)).sum(2, keepdim=True)
+    octets = (words >> (8 * places[:bits])) & 255
+    return octets.to(torch.uint8).flatten(1)[:, :width].contiguous()
+
+
+def _unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
+    if bits == 8:
+        return packed
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % bits)).view(len(packed), -1, bits).to(torch.int64)
+    places = torch.arange(8, device=packed.device)
+    words = (padded << (8 * places[:bits])).sum(2, keepdim=True)
+    return ((words >> (bits * places)) & ((1 << bits) - 1)).flatten(1)[:, :columns]
