@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from checkrun_format import chunks, dtypes, layout, packing
+from checkrun_format import chunks, dtypes, layout, packing, quantize
 from checkrun_format.blocks import BlockLayout, FieldLayout, FieldPlan, Pool
 from checkrun_format.rows import Ids
 from checkrun_format.stores import Buffer, Store
@@ -143,10 +143,11 @@ class Forecaster(Writer):
         """What the encoders will tell for the manifest, as far as its length goes."""
         for plan in plans:
             if plan.lossy:
-                told: dict[str, Any] = {"name": plan.encoder if plan.bits else plan.stored, "bits": plan.bits}
-                told["exact_rows"] = 0
+                method = {"name": plan.stored} if plan.bits is None else quantize.method(plan.encoder, plan.bits).told()
+                told: dict[str, Any] = {**method, "bits": plan.bits, "exact_rows": 0}
                 if plan.bits is not None:
                     told |= {"qparams": plan.qparams or "float16", "error_bound": 1 / 3}
+                    told["sample"] = {"rows": 3, "l2_error": 1.0, "l2": 1.0}
                 self._statistics.setdefault(table, {})[plan.name] = told
 
 

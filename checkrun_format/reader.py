@@ -35,9 +35,6 @@ from checkrun_format.rows import Ids, Mask, Selection
 from checkrun_format.stores import Store
 from checkrun_format.workers import Workers
 
-_SCATTER_BYTES = 4 << 20
-"""Decoded bytes that wait at a time before they are scattered."""
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -427,17 +424,12 @@ class Block:
     def _decode_affine(
         self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
     ) -> None:
-        codes, qparams = (array[positions] for array in self.affine(f, index))
-        bits, columns = f.bits or 0, f.columns or 0
-        if isinstance(dest, slice):
-            quantize.decode_affine(codes, qparams, bits, columns, out[dest])
-            return
-        step = max(1, _SCATTER_BYTES // (columns * out.itemsize))
-        for low in range(0, len(codes), step):
-            some = slice(low, low + step)
-            decoded = np.empty((len(codes[some]), columns), out.dtype)
-            quantize.decode_affine(codes[some], qparams[some], bits, columns, decoded)
-            out[dest[some]] = decoded
+        codes, qparams = self.affine(f, index)
+        rows = None if isinstance(positions, slice) else positions
+        if isinstance(positions, slice):
+            codes, qparams = codes[positions], qparams[positions]
+        target, to = (out[dest], None) if isinstance(dest, slice) else (out, dest)
+        quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, target, rows=rows, dest=to)
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""

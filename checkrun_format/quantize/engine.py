@@ -50,12 +50,12 @@ def threads() -> int:
 
 def kernels(elements: int) -> ModuleType | None:
     """The compiled kernels, if they are loaded or `elements` are worth it; None without numba."""
-    return sys.modules.get(KERNELS) or (_load() if elements >= COMPILED_FROM else None)
+    return _load() if elements >= COMPILED_FROM or KERNELS in sys.modules else None
 
 
 @functools.cache
 def _load() -> ModuleType | None:
-    try:
+    try:  # importing waits for another thread that is at it; what stands in `sys.modules` meanwhile is incomplete
         import checkrun_format.quantize.kernels as loaded
     except ImportError:
         return None

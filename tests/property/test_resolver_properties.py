@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkrun_format as crf
-from checkrun_format import reader, writer
+from checkrun_format import writer
 from tests.conformance import independent_changes, independent_reader
 from tests.property.strategies import (
     KEYS,
@@ -250,7 +250,6 @@ SIZES = st.fixed_dictionaries(
         "small": st.sampled_from([0, 100, 4 << 20]),
         "pool": st.sampled_from([1, 300, 64 << 20]),
         "piece": st.sampled_from([1, 100, 16 << 20]),
-        "scatter": st.sampled_from([1, 64, 4 << 20]),
         "chunk_bytes": st.sampled_from([1, 24, 64, 64, 300, 300, 4096]),
     }
 )
@@ -261,7 +260,6 @@ def check(layers: list[Layer], sizes: dict[str, int], seed: int, *, keyed: bool)
         patch.setattr(writer, "_SMALL_BYTES", sizes["small"])
         patch.setattr(writer, "_POOL_BYTES", sizes["pool"])
         patch.setattr(writer, "_PIECE_BYTES", sizes["piece"])
-        patch.setattr(reader, "_SCATTER_BYTES", sizes["scatter"])
         history = History(run=crf.open_run(MemoryStore(), mode="a", chunk_bytes=sizes["chunk_bytes"]))
         chain: list[int] = []
         for layer in layers:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 import checkrun_format as crf
-from checkrun_format import chain, reader, writer
+from checkrun_format import chain, writer
 from checkrun_format.errors import StorageError
 from checkrun_format.testing import Fault, FaultStore, MemoryStore
 from checkrun_format.testing.machine import ChainMachine, machine_settings
@@ -30,14 +30,12 @@ class SmallLimits(ChainMachine):
         pool=st.sampled_from([1, 100, 1000, 64 << 20]),
         piece=st.sampled_from([1, 40, 200, 16 << 20]),
         kept=st.sampled_from([1, 2, 64]),
-        scatter=st.sampled_from([1, 30, 4 << 20]),
     )
-    def limit(self, *, small: int, pool: int, piece: int, kept: int, scatter: int) -> None:
+    def limit(self, *, small: int, pool: int, piece: int, kept: int) -> None:
         self.patch.setattr(writer, "_SMALL_BYTES", small)
         self.patch.setattr(writer, "_POOL_BYTES", pool)
         self.patch.setattr(writer, "_PIECE_BYTES", piece)
         self.patch.setattr(chain, "_KEPT", kept)
-        self.patch.setattr(reader, "_SCATTER_BYTES", scatter)
 
     def teardown(self) -> None:
         self.patch.undo()
