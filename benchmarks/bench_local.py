@@ -75,16 +75,26 @@ def destinations(rows: int) -> Arrays:
 Method = Callable[[Path, Arrays], Callable[[], object]]
 
 
-def ours(folder: Path, arrays: Arrays, *, bits: int | None, durable: bool) -> Callable[[], object]:
+def ours(folder: Path, arrays: Arrays, *, bits: int | None, encoder: str | None, durable: bool) -> Callable[[], object]:
     import checkrun_format as crf
 
-    run = crf.open_run(folder / "run", "a", bits=bits, durable=durable)
+    _load_kernels(bits, encoder)
+    run = crf.open_run(folder / "run", "a", bits=bits, encoder=encoder, durable=durable)
     return lambda: run.save(_our_state(arrays), step=1)
+
+
+def _load_kernels(bits: int | None, encoder: str | None = None) -> None:
+    """A process compiles them, or finds them compiled, once: bench_quantize.py measures that."""
+    import checkrun_format as crf
+
+    if bits is not None:
+        crf.quantize.decode(crf.quantize.encode(np.zeros((20_000, DIM), np.float32), bits, encoder))
 
 
 def ours_load(folder: Path, arrays: Arrays) -> Callable[[], object]:
     import checkrun_format as crf
 
+    _load_kernels(None if "raw" in folder.name else 4)
     return lambda: crf.open_run(folder / "run").latest().load(out=_our_state(arrays))
 
 
@@ -209,8 +219,13 @@ def _variant(method: Callable[..., Callable[[], object]], **options: Any) -> Met
 
 
 SAVES: dict[str, Method] = {
-    f"checkrun {name}{'' if durable else ', not synced'}": _variant(ours, bits=bits, durable=durable)
-    for name, bits in (("raw", None), ("8 bits", 8), ("4 bits", 4))
+    f"checkrun {name}{'' if durable else ', not synced'}": _variant(ours, bits=bits, encoder=encoder, durable=durable)
+    for name, bits, encoder in (
+        ("raw", None, None),
+        ("8 bits minmax", 8, "minmax"),
+        ("4 bits minmax", 4, "minmax"),
+        ("4 bits refine", 4, "refine"),
+    )
     for durable in (False, True)
 } | {
     "safetensors": safetensors,
@@ -224,8 +239,8 @@ SAVES: dict[str, Method] = {
 
 LOADS: dict[str, tuple[str, Method]] = {
     "checkrun raw": ("checkrun raw, not synced", ours_load),
-    "checkrun 8 bits": ("checkrun 8 bits, not synced", ours_load),
-    "checkrun 4 bits": ("checkrun 4 bits, not synced", ours_load),
+    "checkrun 8 bits": ("checkrun 8 bits minmax, not synced", ours_load),
+    "checkrun 4 bits": ("checkrun 4 bits refine, not synced", ours_load),
     "checkrun raw, into new arrays": ("checkrun raw, not synced", ours_fresh),
     "safetensors + copy": ("safetensors", safetensors_load),
     "torch.load mmap + copy": ("torch.save", torch_load),
@@ -271,6 +286,10 @@ def measure_load(name: str, work: Path, rows: int) -> dict[str, float]:
     if name in ("checkrun raw", "safetensors + copy", "plain files, 2 threads"):
         wanted = read_state(work / "state.bin", rows)
         assert all(np.array_equal(arrays[key], values) for key, values in wanted.items())
+    if name in ("checkrun 8 bits", "checkrun 4 bits"):
+        wanted = read_state(work / "state.bin", rows)
+        assert all(np.array_equal(arrays[key], values) for key, values in wanted.items() if values.ndim == 1)
+        assert all(np.abs(arrays[key] - values).max() < np.abs(values).max() / 3 for key, values in wanted.items())
     return cost
 
 
@@ -422,6 +441,21 @@ def _targets(save: Any, load: Any, many: Any) -> list[list[str]]:
             f"{load['checkrun raw']['seconds'] / load['safetensors + copy']['seconds']:.2f}x",
         ],
         ["memory above the state", "<= 256 MiB", f"{peak:.0f} MiB"],
+        [
+            "4 bits minmax, save, synced, against the best synced peer",
+            ">= 3.5x as fast",
+            f"{synced / save['checkrun 4 bits minmax']['seconds']:.2f}x",
+        ],
+        [
+            "4 bits refine, save, synced, against the best synced peer",
+            ">= 2.5x as fast",
+            f"{synced / save['checkrun 4 bits refine']['seconds']:.2f}x",
+        ],
+        [
+            "4 bits, load, against safetensors + copy",
+            "<= 1.3x the time",
+            f"{load['checkrun 4 bits']['seconds'] / load['safetensors + copy']['seconds']:.2f}x",
+        ],
         [MANY[0], "<= 50 objects, <= 0.3 s", f"{increment['objects']:.0f} objects, {increment['seconds']:.2f} s"],
         [
             "20,000 tables: save; open",
