@@ -132,12 +132,14 @@ def import_file(
         The file is not of its kind, or holds what cannot be stored; before anything is written.
     NotARunError, DamagedError, ConcurrentCommitError, StorageError
     """
+    checked_step(step)
     known = _known_tables(url)
     with kinds.opened(Path(file), kind) as contents:
-        found = inventory.take(contents, tables, known)
-        _check_bits(bits, found.tables.values())
-        extra_json(found.extra)
-        checked_step(step)
+        with kinds.told(Path(file)):
+            found = inventory.take(contents, tables, known)
+            _check_bits(bits, found.tables.values())
+            extra_json(found.extra)
+            checked_step(found.step)
         run = open_run(url, mode="a", durable=durable)
         return _import(run, found, bits, step, contents.file_bytes, advance)
 
