@@ -15,6 +15,7 @@ from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_plans, same_bits
+from checkrun_format.interchange.contents import Contents
 from checkrun_format.interchange.inventory import FileTable, Inventory
 from checkrun_format.manifest import TableEntry
 from checkrun_format.rows import Ids
@@ -141,7 +142,7 @@ def import_file(
             extra_json(found.extra)
             checked_step(found.step)
         run = open_run(url, mode="a", durable=durable)
-        return _import(run, found, bits, step, contents.file_bytes, advance)
+        return _import(run, found, bits, step, contents, advance)
 
 
 def _known_tables(url: str | os.PathLike[str] | Store) -> list[str]:
@@ -177,7 +178,9 @@ def _fits(table: FileTable) -> bool:
     )
 
 
-def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_bytes: int, advance: Advance) -> Imported:
+def _import(
+    run: Run, found: Inventory, bits: Width, step: int | None, contents: Contents, advance: Advance
+) -> Imported:
     latest = _latest(run)
     before = {} if latest is None else {name: latest.table(name) for name in latest.tables}
     continued = {name: _continued(before.get(name), table, bits, advance) for name, table in found.tables.items()}
@@ -185,17 +188,19 @@ def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_byte
     step = found.step if step is None else step
     told = [_told(table, continued[name]) for name, table in found.tables.items()]
     committed = latest is None or bool(dropped) or not _is_unchanged(latest, found, continued, step)
+    contents.check()
     if committed:
         if latest is not None:
             settled = {name: c.settled for name, c in continued.items() if c.settled is not None}
             run.continue_from(latest.sequence, settled=settled)
         state = State(
-            tables={name: _table(table, continued[name], advance) for name, table in found.tables.items()},
+            tables={name: _table(table, continued[name], contents, advance) for name, table in found.tables.items()},
             tensors=found.tensors,
             extra=found.extra,
             blobs=found.blobs,
         )
         latest = run.save(state, step=step, dropped=dropped)
+        _check_committed(contents, latest)
     assert latest is not None
     return Imported(
         checkpoint=latest,
@@ -203,8 +208,16 @@ def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_byte
         tables=told,
         dropped=dropped,
         tensors=len(found.tensors),
-        file_bytes=file_bytes,
+        file_bytes=contents.file_bytes,
     )
+
+
+def _check_committed(contents: Contents, committed: Checkpoint) -> None:
+    """Values that were read last may have changed when no check could stop the commit any more."""
+    try:
+        contents.check()
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error}; checkpoint {committed.sequence} may hold a mixture: roll it back") from error
 
 
 def _continued(before: TableView | None, table: FileTable, bits: Width, advance: Advance) -> _Continued:
@@ -263,10 +276,12 @@ def _told(table: FileTable, c: _Continued) -> ImportedTable:
     )
 
 
-def _table(table: FileTable, c: _Continued, advance: Advance) -> Table:
+def _table(table: FileTable, c: _Continued, contents: Contents, advance: Advance) -> Table:
     def fetch(ids: Ids) -> dict[str, Any]:
+        values = table.fetch(ids)
+        contents.check()
         advance(len(ids) * table.row_bytes)
-        return table.fetch(ids)
+        return values
 
     return Table.from_function(
         fetch,

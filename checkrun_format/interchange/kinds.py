@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -92,9 +93,26 @@ def _read(path: Path, kind: str, stack: contextlib.ExitStack) -> Contents:
     with told(path), _installed(kind):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise InvalidInputError("not a regular file: it is read here and there, which a pipe is not")
-        with path.open("rb"):
-            pass
-        return KINDS[kind].read(path, stack)
+        check = _watch(stack.enter_context(path.open("rb")), path)
+        contents = replace(KINDS[kind].read(path, stack), check=check)
+        check()
+        return contents
+
+
+def _watch(file: BinaryIO, path: Path) -> Callable[[], None]:
+    """What raises once the file has been written to; another file in its place is none of this one's business."""
+
+    def state() -> tuple[int, int]:
+        found = os.fstat(file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    before = state()
+
+    def check() -> None:
+        if state() != before:
+            raise InvalidInputError(f"{path} was written to while it was read: import it again when it is complete")
+
+    return check
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from checkrun_format import dlpack, dtypes
-from checkrun_format.errors import InvalidInputError, StorageError
+from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange.contents import Contents, Entry
 
 _LABEL = "checkrun"
@@ -100,4 +100,4 @@ def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
     try:
         torch.save(state, out)
     except RuntimeError as error:  # it hides what the system said
-        raise StorageError(None, f"torch.save: {str(error).partition(chr(10))[0]}") from error
+        raise OSError(f"torch.save, perhaps for want of space: {str(error).partition(chr(10))[0]}") from error

@@ -131,6 +131,37 @@ class TestWhatBecomesOfTensors:
             import_file(tmp_path / "a.pt", tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.parametrize(
+        ("tables", "committed", "message"),
+        [(["emb.a", "emb.b"], 0, "it again when it is complete"), (["emb.a"], 1, "checkpoint 1 may hold a mixture")],
+    )
+    def test_a_file_that_is_written_to_meanwhile(
+        self, tables: list[str], committed: int, message: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "model.safetensors"
+        save_file({name: random(50) for name in tables}, file)
+
+        def write(_: int) -> None:
+            with file.open("ab") as out:
+                out.write(b"x")
+
+        with pytest.raises(InvalidInputError, match=f"model.safetensors was written to while it was read.*{message}"):
+            import_file(file, tmp_path / "run", tables=tables, advance=write)
+        assert len(list(crf.open_run(tmp_path / "run").log())) == committed
+
+    def test_a_file_that_is_replaced_meanwhile(self, tmp_path: Path) -> None:
+        file, arrays = tmp_path / "model.safetensors", {"emb.a": random(50), "emb.b": random(50, seed=1)}
+        save_file(arrays, file)
+        save_file({name: array + 1 for name, array in arrays.items()}, tmp_path / "next.safetensors")
+
+        def replaced(_: int) -> None:
+            (tmp_path / "next.safetensors").rename(file) if (tmp_path / "next.safetensors").exists() else None
+
+        done = import_file(file, tmp_path / "run", tables=["*"], advance=replaced)
+        assert not (tmp_path / "next.safetensors").exists()
+        for name, array in arrays.items():
+            assert weight(done.checkpoint, name).tobytes() == array.tobytes()
+
     def test_a_run_that_is_none(self, tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "thesis.txt").write_text("mine")
