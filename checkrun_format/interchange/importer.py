@@ -14,7 +14,7 @@ from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
 from checkrun_format.interchange import inventory, kinds
-from checkrun_format.interchange.comparison import compare, recorded_plans, same_bits
+from checkrun_format.interchange.comparison import compare, recorded_bits, recorded_plans, same_bits
 from checkrun_format.interchange.contents import Contents
 from checkrun_format.interchange.inventory import FileTable, Inventory
 from checkrun_format.manifest import TableEntry
@@ -117,7 +117,8 @@ def import_file(
     tables : texts
         Names or patterns (`*`, `?`) of tensors that become tables; by default those of more than 10,000 rows.
     bits : None, 1..8 or "raw"
-        How floating-point tables are quantized. None: as in the latest checkpoint; raw if they are not there.
+        How floating-point tables are quantized. None: as tables of their names in the latest checkpoint, whatever
+        their dtypes and columns; raw if they are not there.
     step : int
         By default what the file says, if `export_checkpoint` wrote it.
     kind : "safetensors", "torch" or "npz"
@@ -226,7 +227,8 @@ def _continued(before: TableView | None, table: FileTable, bits: Width, advance:
         return _Continued(changed=None, plans=fresh)
     layers = before.layers()
     if not _is_same_kind(table, layers[0][1]):
-        return _Continued(changed=ALL, plans=fresh, replaced=True)
+        kept = recorded_bits(layers, table.main_field) if bits is None else bits
+        return _Continued(changed=ALL, plans=_fresh_plans(table, kept), replaced=True)
     recorded = recorded_plans(layers, table)
     plans = recorded if bits is None else {**recorded, **fresh}
     if any(_way(plans[name]) != _way(recorded[name]) for name in recorded):

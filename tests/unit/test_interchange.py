@@ -255,6 +255,11 @@ class TestWhatChanged:
         assert {t.name: (t.changed, t.bits) for t in done.tables} == {"emb": (0, 4), "emb3": (30, None)}
         wider = series.add({"emb": random(30, 9), "emb3": random(30, dtype=np.float64)})
         assert {t.name: (t.changed, t.replaced) for t in wider.tables} == {"emb": (30, True), "emb3": (30, True)}
+        assert {t.name: t.bits for t in wider.tables} == {"emb": 4, "emb3": None}  # as before, whatever they became
+        half = series.add({"emb": random(30, 9, dtype=np.float16), "emb3": random(30, dtype=np.float64)})
+        assert {t.name: t.bits for t in half.tables} == {"emb": 4, "emb3": None}
+        whole = series.add({"emb": np.ones((30, 9), np.int32), "emb3": random(30, dtype=np.float64)})
+        assert {t.name: t.bits for t in whole.tables} == {"emb": None, "emb3": None}
         assert weight(wider.checkpoint, "emb3").tobytes() == random(30, dtype=np.float64).tobytes()
         flat = series.add({"emb": np.ones(30, np.float32), "emb3": random(30)})
         assert (flat.dropped, flat.checkpoint.tables, flat.checkpoint.tensors) == (["emb"], ["emb3"], ["emb"])
