@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from checkrun_format import dtypes
-from checkrun_format.errors import InvalidInputError
+from checkrun_format.errors import InvalidInputError, StorageError
 from checkrun_format.interchange.contents import PIECE_BYTES, Array, Contents, Entry
 
 _SUFFIX, _LABEL = ".npy", "__checkrun__"
@@ -77,6 +78,7 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack:
                     pass
             return _mapped(path, _start(path, member), member)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkrun-")))
+        _check_room(path, member, folder)
         with archive.open(member) as data, (folder / "array.npy").open("wb") as copy:
             shutil.copyfileobj(data, copy, PIECE_BYTES)
         return _mapped(folder / "array.npy", 0, member)
@@ -86,6 +88,13 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InvalidInputError(f"member {member.filename!r} is damaged, or cannot be read: {error}") from error
+
+
+def _check_room(path: Path, member: zipfile.ZipInfo, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if member.file_size > free:
+        what = f"{path}: member {member.filename!r} unpacks to {member.file_size} bytes"
+        raise StorageError(errno.ENOSPC, f"{what}, and {folder.parent} has {free}; TMPDIR names another folder")
 
 
 def _start(path: Path, member: zipfile.ZipInfo) -> int:

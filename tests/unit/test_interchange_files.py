@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -237,6 +239,12 @@ class TestNpz:
             data[60 + size // 2] ^= 1
             path.write_bytes(data)
             refused(path, "member 'x.npy' is damaged")
+
+    def test_no_room_to_unpack(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        np.savez_compressed(tmp_path / "a.npz", x=np.zeros(5000))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9000))
+        message = "member 'x.npy' unpacks to 40128 bytes, and "
+        refused(tmp_path / "a.npz", message, error=StorageError)
 
     @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
     def test_damage_that_a_codec_notices(self, method: int, tmp_path: Path) -> None:
