@@ -49,7 +49,10 @@ class History:
         """
         data = self.store.get(layout.RUN_KEY)
         if data is not None:
-            manifest.parse_run(data)
+            try:
+                manifest.parse_run(data)
+            except NotARunError as error:
+                raise NotARunError(f"{self.store.url} holds no run: {error}") from error
         elif self.store.folders() is None:
             raise RunNotFoundError(f"{self.store.url} does not exist")
         else:

@@ -69,6 +69,9 @@ def verify_run(store: Store, *, fast: bool = False) -> Audit:
         problems += found
         if is_unsound(found):
             unsound.add(number)
+    for number, problem in _vanished(history).items():
+        problems.append(problem)
+        unsound.add(number)
     problems += verify_tags(store)
     safe, affected = judge(store, unsound)
     return Audit(problems=problems, safe=safe, affected=affected)
@@ -151,6 +154,21 @@ def _number(history: History, sequence: int, *, fast: bool = False) -> list[Prob
     if is_unsound(problems) and isinstance(_occupant(history, sequence), Pruned):
         return []  # meanwhile
     return problems
+
+
+def _vanished(history: History) -> dict[int, Problem]:
+    """Numbers that a commit names as its predecessor and that nothing occupies: even a prune leaves a marker."""
+    found: dict[int, Problem] = {}
+    for number in history.numbers():
+        commit = _occupant(history, number)
+        if not isinstance(commit, Commit) or commit.predecessor is None:
+            continue
+        with contextlib.suppress(CheckrunError):  # told elsewhere
+            if history.occupant(commit.predecessor) is None:
+                message = f"the commit is missing: checkpoint {number} follows it"
+                key = layout.commit_key(commit.predecessor)
+                found.setdefault(commit.predecessor, Problem(place=key, kind="damaged", message=message))
+    return found
 
 
 def _occupant(history: History, sequence: int) -> Commit | Pruned | Burnt | None:

@@ -41,7 +41,8 @@ def code_of(error: errors.CheckrunError) -> int:
 def tell(message: str) -> None:
     """One line on standard error, after all that was printed so far."""
     stream.flush()
-    click.echo(f"checkrun: {escaped(message)}", err=True)
+    with contextlib.suppress(OSError):  # if nobody can be told, the exit code still says it
+        click.echo(f"checkrun: {escaped(message)}", err=True)
 
 
 def conclude(problems: Iterable[Problem], *, unreadable: int = 0) -> None:
@@ -64,9 +65,14 @@ def conclude(problems: Iterable[Problem], *, unreadable: int = 0) -> None:
 class Shell(click.Group):
     """A group of commands that end in this way: errors of the library as one line, all others as they are."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Read the arguments; `--help` and `--version` are printed here."""
+        stream.prepare()
+        with _ended():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
-        stream.prepare()
         with _ended(), _warned():
             return super().invoke(ctx)
 
@@ -84,6 +90,10 @@ def _ended() -> Iterator[None]:
     except BrokenPipeError:
         stream.abandon()
         raise click.exceptions.Exit(UNREAD) from None
+    except OSError as error:  # of click, which prints the help
+        stream.abandon()
+        tell(f"{error.filename or 'standard output'}: {error.strerror}")
+        raise click.exceptions.Exit(STORAGE) from error
     except KeyboardInterrupt:
         raise click.exceptions.Exit(INTERRUPTED) from None
 

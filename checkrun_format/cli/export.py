@@ -45,7 +45,7 @@ from checkrun_format.interchange.fbgemm import WIDTHS
     )
 )
 @address_argument
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(readable=False))
 @click.option("--fbgemm", is_flag=True, help="Tables as fused rows for FBGEMM.")
 @click.option(
     "--bits",

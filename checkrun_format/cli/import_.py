@@ -36,7 +36,7 @@ from checkrun_format.interchange import KINDS, RAW, Imported, ImportedTable, imp
         """,
     ),
 )
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(readable=False))
 @run_argument
 @click.option(
     "--table", "tables", metavar="PATTERN", multiple=True, help="Tensors that become tables (*, ?); may be repeated."

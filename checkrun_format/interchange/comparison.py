@@ -55,6 +55,18 @@ def recorded_plans(layers: Layers, table: FileTable) -> dict[str, FieldPlan]:
     return found
 
 
+def recorded_bits(layers: Layers, field: str) -> int | None:
+    """The bits of the newest rows of a field; None if they are raw, or if there are none."""
+    found = (
+        f.bits
+        for layer, entry in layers
+        for part in layer.parts(entry.name)
+        for f in layer.block(part).entry.fields
+        if f.name == field
+    )
+    return next(found, None)
+
+
 def compare(layers: Layers, table: FileTable, advance: Callable[[int], None]) -> Comparison:
     """Compare a table with the same one, of the same fields, in a checkpoint; a few megabytes at a time.
 

@@ -32,12 +32,15 @@ class Contents:
         What else the file holds that is no tensor; None for nothing.
     file_bytes : int
         Bytes of the file, or of all files of an index.
+    check : function
+        Raises InvalidInputError if somebody has written to the file since it was opened.
     """
 
     arrays: Mapping[str, Array]
     label: str | None = None
     extra: Any = None
     file_bytes: int = 0
+    check: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
 from checkrun_format.interchange import inventory, kinds
-from checkrun_format.interchange.comparison import compare, recorded_plans, same_bits
+from checkrun_format.interchange.comparison import compare, recorded_bits, recorded_plans, same_bits
+from checkrun_format.interchange.contents import Contents
 from checkrun_format.interchange.inventory import FileTable, Inventory
 from checkrun_format.manifest import TableEntry
 from checkrun_format.rows import Ids
@@ -116,7 +117,8 @@ def import_file(
     tables : texts
         Names or patterns (`*`, `?`) of tensors that become tables; by default those of more than 10,000 rows.
     bits : None, 1..8 or "raw"
-        How floating-point tables are quantized. None: as in the latest checkpoint; raw if they are not there.
+        How floating-point tables are quantized. None: as tables of their names in the latest checkpoint, whatever
+        their dtypes and columns; raw if they are not there.
     step : int
         By default what the file says, if `export_checkpoint` wrote it.
     kind : "safetensors", "torch" or "npz"
@@ -132,14 +134,16 @@ def import_file(
         The file is not of its kind, or holds what cannot be stored; before anything is written.
     NotARunError, DamagedError, ConcurrentCommitError, StorageError
     """
+    checked_step(step)
     known = _known_tables(url)
     with kinds.opened(Path(file), kind) as contents:
-        found = inventory.take(contents, tables, known)
-        _check_bits(bits, found.tables.values())
-        extra_json(found.extra)
-        checked_step(step)
+        with kinds.told(Path(file)):
+            found = inventory.take(contents, tables, known)
+            _check_bits(bits, found.tables.values())
+            extra_json(found.extra)
+            checked_step(found.step)
         run = open_run(url, mode="a", durable=durable)
-        return _import(run, found, bits, step, contents.file_bytes, advance)
+        return _import(run, found, bits, step, contents, advance)
 
 
 def _known_tables(url: str | os.PathLike[str] | Store) -> list[str]:
@@ -175,7 +179,9 @@ def _fits(table: FileTable) -> bool:
     )
 
 
-def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_bytes: int, advance: Advance) -> Imported:
+def _import(
+    run: Run, found: Inventory, bits: Width, step: int | None, contents: Contents, advance: Advance
+) -> Imported:
     latest = _latest(run)
     before = {} if latest is None else {name: latest.table(name) for name in latest.tables}
     continued = {name: _continued(before.get(name), table, bits, advance) for name, table in found.tables.items()}
@@ -183,17 +189,19 @@ def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_byte
     step = found.step if step is None else step
     told = [_told(table, continued[name]) for name, table in found.tables.items()]
     committed = latest is None or bool(dropped) or not _is_unchanged(latest, found, continued, step)
+    contents.check()
     if committed:
         if latest is not None:
             settled = {name: c.settled for name, c in continued.items() if c.settled is not None}
             run.continue_from(latest.sequence, settled=settled)
         state = State(
-            tables={name: _table(table, continued[name], advance) for name, table in found.tables.items()},
+            tables={name: _table(table, continued[name], contents, advance) for name, table in found.tables.items()},
             tensors=found.tensors,
             extra=found.extra,
             blobs=found.blobs,
         )
         latest = run.save(state, step=step, dropped=dropped)
+        _check_committed(contents, latest)
     assert latest is not None
     return Imported(
         checkpoint=latest,
@@ -201,8 +209,16 @@ def _import(run: Run, found: Inventory, bits: Width, step: int | None, file_byte
         tables=told,
         dropped=dropped,
         tensors=len(found.tensors),
-        file_bytes=file_bytes,
+        file_bytes=contents.file_bytes,
     )
+
+
+def _check_committed(contents: Contents, committed: Checkpoint) -> None:
+    """Values that were read last may have changed when no check could stop the commit any more."""
+    try:
+        contents.check()
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error}; checkpoint {committed.sequence} may hold a mixture: roll it back") from error
 
 
 def _continued(before: TableView | None, table: FileTable, bits: Width, advance: Advance) -> _Continued:
@@ -211,7 +227,8 @@ def _continued(before: TableView | None, table: FileTable, bits: Width, advance:
         return _Continued(changed=None, plans=fresh)
     layers = before.layers()
     if not _is_same_kind(table, layers[0][1]):
-        return _Continued(changed=ALL, plans=fresh, replaced=True)
+        kept = recorded_bits(layers, table.main_field) if bits is None else bits
+        return _Continued(changed=ALL, plans=_fresh_plans(table, kept), replaced=True)
     recorded = recorded_plans(layers, table)
     plans = recorded if bits is None else {**recorded, **fresh}
     if any(_way(plans[name]) != _way(recorded[name]) for name in recorded):
@@ -261,10 +278,12 @@ def _told(table: FileTable, c: _Continued) -> ImportedTable:
     )
 
 
-def _table(table: FileTable, c: _Continued, advance: Advance) -> Table:
+def _table(table: FileTable, c: _Continued, contents: Contents, advance: Advance) -> Table:
     def fetch(ids: Ids) -> dict[str, Any]:
+        values = table.fetch(ids)
+        contents.check()
         advance(len(ids) * table.row_bytes)
-        return table.fetch(ids)
+        return values
 
     return Table.from_function(
         fetch,

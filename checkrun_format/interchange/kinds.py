@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -79,33 +80,52 @@ def opened(path: Path, given: str | None = None) -> Iterator[Contents]:
 
 
 def _read_index(path: Path, given: str | None, stack: contextlib.ExitStack) -> Contents:
-    with _told(path):
+    with told(path):
         where = shards.weight_map(path)
         size = path.stat().st_size
     files = {shard: path.parent / shard for shard in sorted(set(where.values()))}
     read = {shard: _read(file, kind_of(file, given), stack) for shard, file in files.items()}
-    with _told(path):
+    with told(path):
         return shards.joined(where, read, size)
 
 
 def _read(path: Path, kind: str, stack: contextlib.ExitStack) -> Contents:
-    with _told(path), _installed(kind):
+    with told(path), _installed(kind):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise InvalidInputError("not a regular file: it is read here and there, which a pipe is not")
-        with path.open("rb"):
-            pass
-        return KINDS[kind].read(path, stack)
+        check = _watch(stack.enter_context(path.open("rb")), path)
+        contents = replace(KINDS[kind].read(path, stack), check=check)
+        check()
+        return contents
+
+
+def _watch(file: BinaryIO, path: Path) -> Callable[[], None]:
+    """What raises once the file has been written to; another file in its place is none of this one's business."""
+
+    def state() -> tuple[int, int]:
+        found = os.fstat(file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    before = state()
+
+    def check() -> None:
+        if state() != before:
+            raise InvalidInputError(f"{path} was written to while it was read: import it again when it is complete")
+
+    return check
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Errors that name the file."""
+def told(path: Path) -> Iterator[None]:
+    """Errors that name the file; what numpy, json and the system's codecs refuse in it is wrong with it."""
     try:
         yield
     except StorageError:
         raise
-    except InvalidInputError as error:
+    except ValueError as error:
         raise InvalidInputError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise InvalidInputError(f"{path}: what it holds is nested too deeply, or in itself") from error
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no such file") from error
     except IsADirectoryError as error:
@@ -142,14 +162,14 @@ def write(path: Path, kind: str, entries: Sequence[Entry], label: str, *, overwr
     if not path.parent.is_dir():
         raise NotFoundError(f"{path.parent}: no such folder")
     _check_free(path, overwrite=overwrite)
-    partial = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
+    partial = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.partial")
     try:
-        with _told(path), _installed(kind):
+        with told(path), _installed(kind):
             with partial.open("xb") as out:
                 KINDS[kind].write(out, entries, label)
             size = partial.stat().st_size
         _check_free(path, overwrite=overwrite)
-        with _told(path):
+        with told(path):
             partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -160,5 +180,7 @@ def write(path: Path, kind: str, entries: Sequence[Entry], label: str, *, overwr
 def _check_free(path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
         raise InvalidInputError(f"{path} is a folder, not a file")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InvalidInputError(f"{path} is a link or a device, which a file would replace: name a file")
     if not overwrite and path.exists():
         raise InvalidInputError(f"{path} exists already: name another file, or replace it by --force (overwrite=True)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -14,11 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.lib import format as npy
 
 from checkrun_format import dtypes
-from checkrun_format.errors import InvalidInputError
+from checkrun_format.errors import InvalidInputError, StorageError
 from checkrun_format.interchange.contents import PIECE_BYTES, Array, Contents, Entry
 
 _SUFFIX, _LABEL = ".npy", "__checkrun__"
@@ -27,6 +29,12 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 _BITS = {"bfloat16", *(name for name in dtypes.STORED if name.startswith("float8"))}
 """Logical dtypes that numpy itself lacks: stored as bits, named in the label."""
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """Of the label, what is about this kind of file."""
+
+    dtypes: dict[str, str] = {}
 
 
 def read(path: Path, stack: ExitStack) -> Contents:
@@ -48,10 +56,18 @@ def read(path: Path, stack: ExitStack) -> Contents:
             raise InvalidInputError(f"member {member.filename!r} is no array (.npy)")
         arrays[member.filename.removesuffix(_SUFFIX)] = _array(path, archive, member, stack)
     label = arrays.pop(_LABEL, None)
-    text = None if label is None else label.tobytes().decode()
-    kept = {} if text is None else json.loads(text).get("dtypes", {})
+    text = None if label is None else label.tobytes().decode(errors="replace")  # refused below
+    kept = {} if text is None else _kept(text)
     arrays |= {name: _from_bits(name, arrays[name], dtype) for name, dtype in kept.items() if name in arrays}
     return Contents(arrays=arrays, label=text, file_bytes=path.stat().st_size)
+
+
+def _kept(label: str) -> dict[str, str]:
+    """Logical dtypes of the arrays that are stored as bits, by name."""
+    try:
+        return msgspec.convert(json.loads(label), _Kept).dtypes
+    except (ValueError, msgspec.ValidationError, RecursionError) as error:
+        raise InvalidInputError(f"array {_LABEL!r} is not what `checkrun export` writes: {error}") from error
 
 
 def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack) -> Array:
@@ -62,11 +78,23 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack:
                     pass
             return _mapped(path, _start(path, member), member)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkrun-")))
+        _check_room(path, member, folder)
         with archive.open(member) as data, (folder / "array.npy").open("wb") as copy:
             shutil.copyfileobj(data, copy, PIECE_BYTES)
         return _mapped(folder / "array.npy", 0, member)
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
+    except (InvalidInputError, MemoryError):
+        raise
+    except Exception as error:  # each codec has errors of its own
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise InvalidInputError(f"member {member.filename!r} is damaged, or cannot be read: {error}") from error
+
+
+def _check_room(path: Path, member: zipfile.ZipInfo, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if member.file_size > free:
+        what = f"{path}: member {member.filename!r} unpacks to {member.file_size} bytes"
+        raise StorageError(errno.ENOSPC, f"{what}, and {folder.parent} has {free}; TMPDIR names another folder")
 
 
 def _start(path: Path, member: zipfile.ZipInfo) -> int:
@@ -101,10 +129,10 @@ def _mapped(path: Path, start: int, member: zipfile.ZipInfo) -> Array:
     return np.asarray(np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C"))
 
 
-def _from_bits(name: str, array: Array, dtype: object) -> Array:
-    if dtype not in _BITS or array.dtype.name != dtypes.STORED[str(dtype)]:
+def _from_bits(name: str, array: Array, dtype: str) -> Array:
+    if dtype not in _BITS or array.dtype.name != dtypes.STORED[dtype]:
         raise InvalidInputError(f"tensor {name!r}: {array.dtype} is not {dtype!r}, as the label of the file says")
-    return dtypes.from_stored(array, str(dtype))
+    return dtypes.from_stored(array, dtype)
 
 
 def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:

@@ -24,6 +24,8 @@ _NAMES = {ours: theirs for theirs, ours in _DTYPES.items()}
 _METADATA, _LABEL = "__metadata__", "checkrun"
 _LONGEST_HEADER = 100_000_000
 """Bytes; what the package accepts."""
+_MOST_DIMENSIONS = 64
+"""Of an array in numpy."""
 
 
 def read(path: Path, _stack: ExitStack) -> Contents:
@@ -60,6 +62,8 @@ def _array(name: str, entry: dict[str, Any], values: Array) -> Array:
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise InvalidInputError(f"tensor {name!r}: dtype {entry['dtype']} cannot be stored")
+    if (dimensions := len(entry["shape"])) > _MOST_DIMENSIONS:
+        raise InvalidInputError(f"tensor {name!r}: {dimensions} dimensions; at most {_MOST_DIMENSIONS} can be stored")
     low, high = entry["data_offsets"]
     little = dtypes.logical(dtypes.STORED[dtype]).newbyteorder("<")
     return dtypes.from_stored(values[low:high].view(little).reshape(entry["shape"]), dtype)

@@ -37,11 +37,17 @@ def joined(where: Mapping[str, str], shards: Mapping[str, Contents], index_bytes
         expected = {tensor for tensor, holder in where.items() if holder == name}
         _check_names(name, expected, set(contents.arrays))
         arrays |= contents.arrays
+
+    def check() -> None:
+        for contents in shards.values():
+            contents.check()
+
     extra = {name: contents.extra for name, contents in shards.items() if contents.extra is not None}
     return Contents(
         arrays={name: arrays[name] for name in where},
         extra=extra or None,
         file_bytes=index_bytes + sum(contents.file_bytes for contents in shards.values()),
+        check=check,
     )
 
 

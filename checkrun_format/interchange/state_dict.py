@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from checkrun_format import dlpack, dtypes
-from checkrun_format.errors import InvalidInputError, StorageError
+from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange.contents import Contents, Entry
 
 _LABEL = "checkrun"
@@ -31,10 +31,7 @@ def read(path: Path, _stack: ExitStack) -> Contents:
     except Exception as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is what a file cut short may give
             raise
-        reason = str(error).partition("\n")[0]
-        raise InvalidInputError(
-            f"not a state dict that torch.load(weights_only=True, mmap=True) reads, or a truncated one: {reason}"
-        ) from error
+        raise InvalidInputError(_refusal(error)) from error
     if not isinstance(loaded, dict):
         raise InvalidInputError(f"it holds a {type(loaded).__name__}; a state dict is wanted")
     arrays, extra = {}, {}
@@ -43,7 +40,7 @@ def read(path: Path, _stack: ExitStack) -> Contents:
             raise InvalidInputError(f"the name {name!r} is there twice, once its parts are joined with dots")
         if isinstance(value, torch.Tensor):
             arrays[name] = dlpack.to_numpy(value, f"tensor {name!r}")
-        elif isinstance(value, float) and not math.isfinite(value):
+        elif _is_not_finite(value):
             arrays[name] = np.array(value)  # JSON cannot carry it
         else:
             extra[name] = value
@@ -51,8 +48,17 @@ def read(path: Path, _stack: ExitStack) -> Contents:
     return Contents(arrays=arrays, label=label, extra=extra or None, file_bytes=path.stat().st_size)
 
 
+def _refusal(error: Exception) -> str:
+    inner = str(error.__context__)
+    if "GLOBAL" in inner:
+        what = inner.partition(" was not ")[0]
+        return f"it holds other objects than tensors and plain values ({what}): save model.state_dict()"
+    reason = str(error).partition("\n")[0]
+    return f"not a state dict that torch.load(weights_only=True, mmap=True) reads, or a truncated one: {reason}"
+
+
 def _leaves(value: Any, tensor: type, name: str) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values with their names; a list without tensors is one value."""
+    """Tensors and plain values with their names; a list of values that JSON can carry is one value."""
     inner = None
     if isinstance(value, dict):
         inner = list(value.items())
@@ -68,7 +74,11 @@ def _leaves(value: Any, tensor: type, name: str) -> Iterator[tuple[str, Any]]:
 def _holds(value: Any, tensor: type) -> bool:
     if isinstance(value, dict | list | tuple):
         return any(_holds(item, tensor) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, tensor)
+    return isinstance(value, tensor) or _is_not_finite(value)
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
@@ -90,4 +100,4 @@ def write(out: BinaryIO, entries: Sequence[Entry], label: str) -> None:
     try:
         torch.save(state, out)
     except RuntimeError as error:  # it hides what the system said
-        raise StorageError(None, f"torch.save: {str(error).partition(chr(10))[0]}") from error
+        raise OSError(f"torch.save, perhaps for want of space: {str(error).partition(chr(10))[0]}") from error

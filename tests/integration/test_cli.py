@@ -797,6 +797,18 @@ class TestProcesses:
         assert done.stdout == "5\n0\n"
         assert done.stderr == "checkrun: standard output: No space left on device\n"
 
+    def test_help_on_a_full_disk_and_an_error_that_cannot_be_told(self, whole: Path) -> None:
+        lines = ('"$@" --help >/dev/full', '"$@" ls --help >/dev/full', f'"$@" ls {whole}/no 2>/dev/full')
+        done = subprocess.run(
+            ["bash", "-c", "; echo $?; ".join([*lines, ""]), "bash", *PROGRAM],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        assert done.stdout == "5\n5\n3\n"
+        assert done.stderr == "checkrun: standard output: No space left on device\n" * 2
+
     def test_a_narrow_terminal(self, whole: Path) -> None:
         shown = on_a_terminal("tree", whole)
         assert "\x1b[" in shown

@@ -429,8 +429,10 @@ class TestOpening:
     def test_another_zarr_hierarchy(self, folder: Path, document: bytes, error: Any) -> None:
         (folder / "zarr.json").write_bytes(document)
         for mode in ("r", "a"):
-            with pytest.raises(error, match=r"zarr\.json"):
+            with pytest.raises(error, match=r"zarr\.json") as raised:
                 crf.open_run(folder, mode)
+            if isinstance(raised.value, NotARunError):
+                assert f"{folder} holds no run" in str(raised.value)
         assert listing(folder) == {"zarr.json": document}
 
 

@@ -120,17 +120,48 @@ class TestWhatBecomesOfTensors:
 
     def test_what_the_format_lacks(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "a.npz", fine=np.ones(2), text=np.array(["a", "b"]))
-        with pytest.raises(InvalidInputError, match="tensor 'text': dtype <U1 cannot be stored"):
+        with pytest.raises(InvalidInputError, match=r"a\.npz: tensor 'text': dtype <U1 cannot be stored"):
             import_file(tmp_path / "a.npz", tmp_path / "run")
         import torch
 
         torch.save({"bad\ud800name": torch.ones(2)}, tmp_path / "a.pt")
-        with pytest.raises(InvalidInputError, match="cannot be written as UTF-8"):
+        with pytest.raises(InvalidInputError, match=r"a\.pt: tensor name .* cannot be written as UTF-8"):
             import_file(tmp_path / "a.pt", tmp_path / "run")
-        torch.save({"rates": [0.5, float("nan")], "a": torch.ones(2)}, tmp_path / "a.pt")
-        with pytest.raises(InvalidInputError, match="is nan, which JSON cannot carry"):
+        torch.save({"seen": {1, 2}, "a": torch.ones(2)}, tmp_path / "a.pt")
+        with pytest.raises(InvalidInputError, match=r"a\.pt: extra\['seen'\] is of type set, which JSON cannot carry"):
             import_file(tmp_path / "a.pt", tmp_path / "run")
         assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("tables", "committed", "message"),
+        [(["emb.a", "emb.b"], 0, "it again when it is complete"), (["emb.a"], 1, "checkpoint 1 may hold a mixture")],
+    )
+    def test_a_file_that_is_written_to_meanwhile(
+        self, tables: list[str], committed: int, message: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "model.safetensors"
+        save_file({name: random(50) for name in tables}, file)
+
+        def write(_: int) -> None:
+            with file.open("ab") as out:
+                out.write(b"x")
+
+        with pytest.raises(InvalidInputError, match=f"model.safetensors was written to while it was read.*{message}"):
+            import_file(file, tmp_path / "run", tables=tables, advance=write)
+        assert len(list(crf.open_run(tmp_path / "run").log())) == committed
+
+    def test_a_file_that_is_replaced_meanwhile(self, tmp_path: Path) -> None:
+        file, arrays = tmp_path / "model.safetensors", {"emb.a": random(50), "emb.b": random(50, seed=1)}
+        save_file(arrays, file)
+        save_file({name: array + 1 for name, array in arrays.items()}, tmp_path / "next.safetensors")
+
+        def replaced(_: int) -> None:
+            (tmp_path / "next.safetensors").rename(file) if (tmp_path / "next.safetensors").exists() else None
+
+        done = import_file(file, tmp_path / "run", tables=["*"], advance=replaced)
+        assert not (tmp_path / "next.safetensors").exists()
+        for name, array in arrays.items():
+            assert weight(done.checkpoint, name).tobytes() == array.tobytes()
 
     def test_a_run_that_is_none(self, tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()
@@ -225,6 +256,11 @@ class TestWhatChanged:
         assert {t.name: (t.changed, t.bits) for t in done.tables} == {"emb": (0, 4), "emb3": (30, None)}
         wider = series.add({"emb": random(30, 9), "emb3": random(30, dtype=np.float64)})
         assert {t.name: (t.changed, t.replaced) for t in wider.tables} == {"emb": (30, True), "emb3": (30, True)}
+        assert {t.name: t.bits for t in wider.tables} == {"emb": 4, "emb3": None}  # as before, whatever they became
+        half = series.add({"emb": random(30, 9, dtype=np.float16), "emb3": random(30, dtype=np.float64)})
+        assert {t.name: t.bits for t in half.tables} == {"emb": 4, "emb3": None}
+        whole = series.add({"emb": np.ones((30, 9), np.int32), "emb3": random(30, dtype=np.float64)})
+        assert {t.name: t.bits for t in whole.tables} == {"emb": None, "emb3": None}
         assert weight(wider.checkpoint, "emb3").tobytes() == random(30, dtype=np.float64).tobytes()
         flat = series.add({"emb": np.ones(30, np.float32), "emb3": random(30)})
         assert (flat.dropped, flat.checkpoint.tables, flat.checkpoint.tensors) == (["emb"], ["emb3"], ["emb"])
@@ -463,6 +499,7 @@ class TestExport:
          ('{"tables": {"t": {"fields": {"w": "a"}, "keys": "b"}}}', "table 't', keys: 2 dimensions"),
          ('{"blobs": {"t": "gone"}}', "blob 't': tensor 'gone'"),
          ('{"tables": {"t": {"fields": {"W": "a"}}}}', "field name 'W'"),
+         ('{"step": -4}', "x.safetensors: step -4"),
          ('{"fbgemm": {"t": {}}}', "it was exported for FBGEMM")],
     )  # fmt: skip
     def test_a_label_that_is_wrong(self, label: str, message: str, tmp_path: Path) -> None:
@@ -471,6 +508,7 @@ class TestExport:
         with pytest.raises(CheckrunError) as raised:
             import_file(tmp_path / "x.safetensors", tmp_path / "run")
         assert message in str(raised.value)
+        assert str(tmp_path / "x.safetensors") in str(raised.value)
         assert not (tmp_path / "run").exists()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -184,6 +186,8 @@ class TestSafetensors:
         four_bits = {"x": {"dtype": "F4", "shape": [4, 4], "data_offsets": [0, 8]}}
         refused(self.write(path, four_bits, bytes(8)), "tensor 'x': dtype F4 cannot be stored")
         refused(self.write(path, {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)), "not a safe")
+        many = {"x": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}
+        refused(self.write(path, many, bytes(4)), "tensor 'x': 65 dimensions; at most 64 can be stored")
 
     @pytest.mark.parametrize(
         ("name", "array", "message"),
@@ -236,6 +240,29 @@ class TestNpz:
             path.write_bytes(data)
             refused(path, "member 'x.npy' is damaged")
 
+    def test_no_room_to_unpack(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        np.savez_compressed(tmp_path / "a.npz", x=np.zeros(5000))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9000))
+        message = "member 'x.npy' unpacks to 40128 bytes, and "
+        refused(tmp_path / "a.npz", message, error=StorageError)
+
+    @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+    def test_damage_that_a_codec_notices(self, method: int, tmp_path: Path) -> None:
+        path = tmp_path / "a.npz"
+        with zipfile.ZipFile(path, "w", method) as archive, archive.open("x.npy", "w") as member:
+            np.lib.format.write_array(member, np.random.default_rng(0).random(5000))
+        data = bytearray(path.read_bytes())
+        data[40:80] = bytes(range(255, 215, -1))
+        path.write_bytes(data)
+        refused(path, "member 'x.npy' is damaged")
+
+    @pytest.mark.parametrize(
+        "label", [b"hello", b"\xff", b"[]", b'{"dtypes":5}', b'{"dtypes":{"x":["y"]}}', b"[" * 10**5]
+    )
+    def test_a_label_that_is_none(self, label: bytes, tmp_path: Path) -> None:
+        np.savez(tmp_path / "a.npz", x=np.ones(2), __checkrun__=np.frombuffer(label, np.uint8))
+        refused(tmp_path / "a.npz", "array '__checkrun__' is not what `checkrun export` writes")
+
     def test_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "a.npz"
         with zipfile.ZipFile(path, "w") as archive:
@@ -266,6 +293,7 @@ class TestStateDict:
             "optimizer": {"state": {0: {"step": 3, "exp_avg": weight.detach().T}}, "param_groups": [{"lr": 0.5}]},
             "list": [torch.ones(1), "text"],
             "best": float("inf"),
+            "rates": [0.5, float("-inf")],
             "empty": {},
         }
         torch.save(loaded, tmp_path / "a.pt")
@@ -274,6 +302,7 @@ class TestStateDict:
                 "optimizer.state.0.step": 3,
                 "optimizer.param_groups": [{"lr": 0.5}],
                 "list.1": "text",
+                "rates.0": 0.5,
                 "empty": {},
             }
             arrays = {name: array.astype(float).tolist() for name, array in contents.arrays.items()}
@@ -285,6 +314,7 @@ class TestStateDict:
             "optimizer.state.0.exp_avg": [[0, 2, 4], [1, 3, 5]],
             "list.0": [1],
             "best": float("inf"),
+            "rates.1": float("-inf"),
         }
         assert half.dtype == ml_dtypes.bfloat16
 
@@ -305,7 +335,15 @@ class TestStateDict:
     def test_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "a.pt"
         torch.save({"a": Path("x")}, path)
+        refused(
+            path, "other objects than tensors and plain values (Unsupported global: GLOBAL pathlib.PosixPath): save"
+        )
+        path.write_bytes(b"hello")
         refused(path, "not a state dict that torch.load(weights_only=True, mmap=True) reads")
+        endless: dict[str, Any] = {"a": torch.ones(2)}
+        endless["b"] = endless
+        torch.save(endless, path)
+        refused(path, "what it holds is nested too deeply, or in itself")
         torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
         refused(path, "mmap can only be used with files saved with")
         torch.save(torch.ones(2), path)
@@ -357,6 +395,8 @@ class TestIndex:
         refused(path, "the name 'a' is there twice")
         path.write_text("[")
         refused(path, "not JSON")
+        path.write_text('{"weight_map": {"a": "\\ud800.safetensors"}}')
+        refused(path, "surrogates not allowed")
         kinds.write(folder / "3.npz", "npz", [entry("a", np.ones(2))], LABEL, overwrite=False)
         refused(self.index(folder, a="3.npz"), "was written by `checkrun export`")
 

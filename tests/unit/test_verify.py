@@ -59,13 +59,23 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
 """What is damaged in checkpoint 2, and whether a fast audit sees it."""
 
 
+def test_a_commit_that_is_gone_and_that_no_chain_needs(folder: Path) -> None:
+    """A later one names it, and a prune would have left a marker (PRU-1)."""
+    (folder / "00000003/zarr.json").unlink()
+    audit = crf.open_run(folder).audit()
+    (problem,) = (problem for problem in audit.problems if problem.kind != "litter")
+    assert (problem.place, problem.kind) == ("00000003/zarr.json", "damaged")
+    assert problem.message == "the commit is missing: checkpoint 4 follows it"
+    assert (audit.safe, audit.affected) == ([1, 2, 4, 5, 6], {3: 3})
+
+
 @pytest.mark.parametrize("what", DAMAGE)
 def test_what_is_affected_and_what_is_safe(folder: Path, what: str) -> None:
     damage, is_seen_fast = DAMAGE[what]
     damage(folder)
     run = crf.open_run(folder)
     audit = run.audit()
-    broken_at = {3: 3} if what == "no commit" else {2: 2, 3: 3} if 3 in by_number(audit) else {2: 2, 3: 2}
+    broken_at = {2: 2, 3: 3} if 3 in by_number(audit) else {2: 2, 3: 2}
     assert (audit.safe, audit.affected) == ([1, 4, 5, 6], broken_at)
     assert audit.problems == run.verify() and audit.problems
     fast = run.audit(fast=True)
