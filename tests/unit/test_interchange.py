@@ -527,6 +527,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_held_at_a_time_is_far_below_a_tables_size(bits: Any, big: Path) -> None:
     folder = big.parent / str(bits)
     peaks = {}
+    crf.quantize.decode(crf.quantize.encode(np.zeros((2000, COLUMNS), np.float32), 4))  # loads what is compiled
     tracemalloc.start()
     try:
         for number, (run, committed) in enumerate((("run", True), ("run", False))):
