@@ -53,10 +53,12 @@ class RunDocument(Record, frozen=True, kw_only=True):
 
 
 class PolicyNote(Record, frozen=True, kw_only=True):
-    """Who decided base or increment, and why."""
+    """Who decided base or increment, and why; and what came before (COM-7)."""
 
     name: str
     reason: str
+    increments: Count | msgspec.UnsetType = msgspec.UNSET
+    increments_bytes: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class Digest(Record, frozen=True, kw_only=True):

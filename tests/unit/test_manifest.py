@@ -417,6 +417,8 @@ def test_committed_and_pruned() -> None:
         {"attempt": "0" * 32 + "\n"},
         {"attempt": "../../etc/passwd0000"},
         {"policy": {"name": "x"}},
+        {"policy": {"name": "x", "reason": "", "increments": -1}},
+        {"policy": {"name": "x", "reason": "", "increments_bytes": None}},
         {"manifest": {"bytes": -1, "sha256": SHA}},
         {"manifest": {"bytes": 1, "sha256": SHA[1:]}},
         {"manifest": {"bytes": 1, "sha256": SHA + "\n"}},
@@ -436,6 +438,7 @@ def test_commits_that_contradict_the_page(changes: Json) -> None:
     [
         {"step": None},
         {"step": 2**63 - 1, "stored_bytes": 2**63 - 1, "restores": 2**63 - 1},
+        {"policy": {"name": "x", "reason": "", "increments": 0, "increments_bytes": 2**63 - 1}},
         {"parent": None, "predecessor": None},
         {"parent": 41},
         {"rollback_to": 41},

@@ -239,7 +239,7 @@ class TestTrace:
         assert [checkpoint.parent for checkpoint in made] == [None, *range(1, 12)]
         assert [checkpoint.table("t").stored_rows for checkpoint in made[1:]] == [len(rows) for rows in touched]
         size = sum(checkpoint.stored_bytes for checkpoint in made) / made[0].stored_bytes
-        assert size == pytest.approx(1 + 11 * 0.26, abs=0.35)  # the paper: 4 times the model; row indices are on top
+        assert size == pytest.approx(1 + 11 * 0.26, abs=0.4)  # the paper: 4 times the model; row indices are on top
 
     def test_intermittent(self, tmp_path: Path) -> None:
         """A new base at the 8th interval after the base, as in the paper."""
