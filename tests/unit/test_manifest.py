@@ -433,6 +433,14 @@ def test_commits_that_contradict_the_page(changes: Json) -> None:
     assert caught.value.place.endswith("/zarr.json")
 
 
+@pytest.mark.parametrize("byte", [b"\xe5", b"\x01"])
+def test_a_key_that_nobody_knows_has_to_be_json(byte: bytes) -> None:
+    """DOC-1, MAN-1: its value is ignored, and compared with the manifest's all the same."""
+    data = framed(commit_document() | {"stranger": "?"}).replace(b"?", byte)
+    with pytest.raises(DamagedError):
+        manifest.parse_occupant(data, 42)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
