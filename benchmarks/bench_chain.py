@@ -5,8 +5,8 @@
 One table of float32 at 4 bits. Each save changes 10 % of the rows: any of them alike (uniform), or the more often the
 lower their rank, as in a power law (zipf). Files are in the page cache; every restore reads into arrays that exist.
 First a restore after 0 to 24 saves, for each policy. Then a base and 10 increments in a row beside one base of the same
-state, for tables of several sizes: seconds, bytes read through the store, `take` of 1,000 random rows, and resident
-memory above the level before the call; and with which power of the number of rows each of them grows.
+state, for tables of several sizes: seconds, bytes read through the store, `take` of 1,000 random rows, and memory
+beside the arrays that are read into; and with which power of the number of rows each of them grows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import sys
 import tempfile
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,13 +124,23 @@ def take(folder: Path, number: int, ids: npt.NDArray[np.int64]) -> tuple[dict[st
 
 
 def repeated(rounds: int, *calls: Callable[[], tuple[dict[str, float], int]]) -> Iterator[dict[str, float]]:
-    """Medians of each call, and the bytes that it read; the calls take turns."""
+    """Medians of each call, the bytes that it read, and its peak in a call of its own; the calls take turns."""
     found: list[list[tuple[dict[str, float], int]]] = [[] for _ in calls]
     for _ in range(rounds):
         for results, call in zip(found, calls, strict=True):
             results.append(call())
-    for results in found:
-        yield measure.medians([cost for cost, _ in results]) | {"bytes_read": float(results[-1][1])}
+    for results, call in zip(found, calls, strict=True):
+        told_by_all = {"bytes_read": float(results[-1][1]), "peak_mib": peak_of(call)}
+        yield measure.medians([cost for cost, _ in results]) | told_by_all
+
+
+def peak_of(call: Callable[[], object]) -> float:
+    """MiB that a call holds at its highest: resident memory would hide what was freed before and is used again."""
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    return peak
 
 
 def by_length(folder: Path, rows: int, rounds: int) -> list[dict[str, Any]]:
