@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from checkrun_format import layout, manifest
 from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError
 from checkrun_format.manifest import Commit, Manifest, PolicyNote, Span, TableEntry
@@ -147,7 +149,9 @@ def _commit_body(claim: Claim, content: Content, stored_bytes: int) -> dict[str,
         "predecessor": None if predecessor is None else predecessor.sequence,
         "rollback_to": content.rollback_to,
         "restores": content.restores,
-        "policy": {"name": content.policy.name, "reason": content.policy.reason[:_MAX_REASON]},
+        "policy": manifest.as_object(
+            msgspec.structs.replace(content.policy, reason=content.policy.reason[:_MAX_REASON])
+        ),
         "stored_bytes": stored_bytes,
     }
 

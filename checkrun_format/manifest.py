@@ -53,10 +53,12 @@ class RunDocument(Record, frozen=True, kw_only=True):
 
 
 class PolicyNote(Record, frozen=True, kw_only=True):
-    """Who decided base or increment, and why."""
+    """Who decided base or increment, and why; and what came before (COM-7)."""
 
     name: str
     reason: str
+    increments: Count | msgspec.UnsetType = msgspec.UNSET
+    increments_bytes: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class Digest(Record, frozen=True, kw_only=True):
@@ -238,7 +240,7 @@ DOCUMENTS: dict[str, type[Record]] = {
 """Document name -> its record. `spec/schemas/<name>.schema.json` describes each."""
 
 
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_MALFORMED = (msgspec.DecodeError, ValueError, RecursionError)
 """What a parser raises for bytes that it cannot read; the last one for JSON that is nested too deep."""
 
 
@@ -279,6 +281,7 @@ def _checkrun_of(data: bytes, place: str) -> bytes:
     """The `checkrun` object of a `zarr.json`, once its frame is checked (DOC-3)."""
     try:
         group = msgspec.json.decode(data, type=_Group)
+        json.loads(data)  # also what is under keys that nobody knows: MAN-1 compares all of it
     except _MALFORMED as error:
         raise DamagedError(place, f"not a Zarr v3 group with a checkrun document: {error}") from error
     if not any(entry.get("uuid") == layout.CONVENTION["uuid"] for entry in group.attributes.zarr_conventions):

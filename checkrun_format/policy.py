@@ -28,7 +28,8 @@ class Past:
         Bytes of the base: all its objects but the commit itself.
     increments : tuple of int
         The same of each increment since the base, oldest first. What a rollback abandoned is none of them, nor are
-        rollbacks and takeovers: no training lies behind their bytes.
+        rollbacks and takeovers: no training lies behind their bytes. Of those that are pruned only the sum may be
+        known: they count as equally large.
     layers : int
         Checkpoints in the chain of the latest one, itself included: what a restore reads.
     """

@@ -312,7 +312,11 @@ class Saver:
         """Over which checkpoint to save, and why."""
         below, name, reason = self._choose(parent, force_full=force_full)
         bits = self._options.rule.reason(self.ledger.restores())
-        return Decided(below=below, note=PolicyNote(name=name, reason=reason if bits is None else f"{reason}; {bits}"))
+        note = PolicyNote(name=name, reason=reason if bits is None else f"{reason}; {bits}")
+        if below is not None:
+            spent = self._past(list(self._history.chain(below))).increments
+            note = msgspec.structs.replace(note, increments=len(spent), increments_bytes=sum(spent))
+        return Decided(below=below, note=note)
 
     def _choose(self, parent: int | str | None, *, force_full: bool) -> tuple[StoredCheckpoint | None, str, str]:
         origin, rule = self.ledger.legal_origin(), self._options.base_rule
@@ -333,8 +337,9 @@ class Saver:
 
     def _past(self, chain: Sequence[StoredCheckpoint]) -> Past:
         base = chain[-1].commit
-        increments = tuple(_size(increment) for increment in self.ledger.increments(base))
-        return Past(base_bytes=_size(base), increments=increments, layers=len(chain))
+        known = self.ledger.increments(base)
+        sizes = [_size(increment) for increment in known]
+        return Past(base_bytes=_size(base), increments=(*_earlier(base, known), *sizes), layers=len(chain))
 
     # A stored checkpoint again ----------------------------------------------------------------------------------------
 
@@ -633,6 +638,16 @@ def _inline(extra: object) -> Any:
     if len(data) > layout.MAX_INLINE_EXTRA:
         raise InvalidInputError(f"extra takes {len(data)} bytes; in a save by several writers put it in a blob")
     return parse_json(data)
+
+
+def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
+    """Sizes of the increments before those that are known, which are pruned: they count as equally large (COM-7)."""
+    if not known:
+        return []
+    count, total = known[0].policy.increments, known[0].policy.increments_bytes
+    if not isinstance(count, int) or not isinstance(total, int) or not 0 < count < known[0].sequence - base.sequence:
+        return []
+    return [total // count + (place < total % count) for place in range(count)]
 
 
 def _size(commit_record: Commit) -> int:

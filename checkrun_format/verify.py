@@ -20,7 +20,7 @@ import numpy as np
 
 from checkrun_format import layout, packing
 from checkrun_format.chain import History
-from checkrun_format.chunks import ChunkReader, object_names
+from checkrun_format.chunks import ChunkReader, object_names, row_bytes
 from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError, PrunedError
 from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, Pruned, TableEntry
 from checkrun_format.reader import Block, Part, StoredCheckpoint
@@ -28,6 +28,7 @@ from checkrun_format.resolver import live_keys, pieces
 from checkrun_format.rows import WantedIds, WantedRange
 from checkrun_format.stores import Store
 from checkrun_format.tags import Tags
+from checkrun_format.workers import Workers
 from checkrun_format.writer import objects_of
 
 HARMLESS = frozenset({"litter", "burnt"})
@@ -263,11 +264,20 @@ def _part_file(stored: StoredCheckpoint, document: PartFile) -> Iterator[Problem
     ]
     arrays += [(f"{layout.dense_group(document.writer)}/{name}", entry) for name, entry in document.dense.items()]
     reader = ChunkReader(stored.store)
-    for name, entry in arrays:
-        place = stored.place(name)
-        yield from _caught(partial(_metadata, stored, place, entry), place)
-        for index in range(len(object_names(name, entry)) - 1):
-            yield from _caught(partial(_chunk, reader, place, entry, index), place)
+    found: list[list[Problem]] = []
+    with Workers(stored.store.parallel) as workers:
+        for name, entry in arrays:
+            place = stored.place(name)
+            found.append(_caught(partial(_metadata, stored, place, entry), place))
+            held = entry.chunk_rows * row_bytes(entry) * (1 if entry.compression is None else 3)
+            for index in range(len(object_names(name, entry)) - 1):
+                found.append([])
+                workers.run(held, partial(_note, found[-1], partial(_chunk, reader, place, entry, index), place))
+    yield from itertools.chain(*found)
+
+
+def _note(found: list[Problem], check: Callable[[], object], place: str) -> None:
+    found += _caught(check, place)
 
 
 def _chunk(reader: ChunkReader, place: str, entry: ArrayEntry, index: int) -> None:

@@ -1,7 +1,8 @@
-"""A run under random saves, failures and ways back, against a dictionary of numpy arrays.
+"""A run under random saves, failures, ways back and prunes, against a dictionary of numpy arrays.
 
 The model holds what the trainer has (`Held`) and, for every committed number, what it had then (`Snapshot`). It knows
-nothing of layers, parts or blocks. After each step every new checkpoint must read as its snapshot.
+nothing of layers, parts or blocks. After each step every new checkpoint must read as its snapshot, and after a prune
+every one that no rule lets go.
 
 Another implementation subclasses `ChainMachine` and gives `open_writer` and `open_reader` (and `knows`, where it keeps
 its books elsewhere); what these return has the methods of `checkrun_format.Run` that the rules call. For pytest:
@@ -16,6 +17,7 @@ import copy
 import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import checkrun_format as crf
 from checkrun_format import layout
-from checkrun_format.errors import ConcurrentCommitError, InvalidInputError, StorageError
-from checkrun_format.manifest import Commit, parse_occupant
+from checkrun_format.errors import (
+    ConcurrentCommitError,
+    HistoryPrunedError,
+    InvalidInputError,
+    PrunedError,
+    StorageError,
+)
+from checkrun_format.manifest import Commit, Pruned, parse_occupant
+from checkrun_format.retention import Keep, Plan
 from checkrun_format.stores import Store
 from checkrun_format.testing.model import (
     Held,
@@ -81,6 +90,8 @@ class Knowledge:
     """A restore waits to be counted by the next commit."""
     lossy: frozenset[str]
     """Tables that it stored otherwise than the trainer has them since its last restore."""
+    tables: frozenset[str]
+    """Tables of the latest checkpoint that it knows; none if it has been pruned, and the writer has noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +123,13 @@ def hows() -> st.SearchStrategy[How]:
     )
 
 
+def keeps() -> st.SearchStrategy[Keep]:
+    """Rules of retention that let go of much."""
+    last, every = st.integers(1, 3), st.integers(2, 9)
+    some = st.builds(Keep, last=last) | st.builds(Keep, every=every) | st.builds(Keep, last=last, every=every)
+    return some | st.just(Keep(newer_than=0)) | st.just(Keep(newer_than=1e9))
+
+
 Edit = tuple[str, int, int, int]
 
 
@@ -123,7 +141,11 @@ def edits() -> st.SearchStrategy[list[Edit]]:
 
 
 class ChainMachine(RuleBasedStateMachine):
-    """LAY-1 to LAY-7, RES-1, CHG-1, CHG-2, RBK-1, RBK-2, CMP-1, CMP-2, HEA-1 to HEA-3, COM-6, TEN-1, TYP-1."""
+    """Everything that the requirements promise of histories.
+
+    LAY-1 to LAY-7, RES-1, CHG-1 to CHG-3, RBK-1, RBK-2, CMP-1, CMP-2, HEA-1 to HEA-3, COM-6, TEN-1, TYP-1,
+    PRU-1, PRU-2, TAG-2.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,6 +153,8 @@ class ChainMachine(RuleBasedStateMachine):
         self.held: dict[str, Held] = {}
         self.told: dict[str, tuple[Kind, set[int]]] = {}
         self.committed: dict[int, Snapshot] = {}
+        self.pruned: dict[int, Snapshot] = {}
+        self.tags: dict[str, int] = {}
         self.commits: dict[int, Commit] = {}
         self.coarsest: dict[str, int | None] = {}
         self.named: dict[str, set[int] | None] = {}
@@ -171,6 +195,7 @@ class ChainMachine(RuleBasedStateMachine):
             origin=ledger.origin,
             restored=ledger.restored,
             lossy=frozenset(ledger.lossy),
+            tables=frozenset(entry.name for entry in ledger.latest_tables()),
         )
 
     def saves(self, state: crf.State, options: dict[str, Any]) -> Any:
@@ -205,6 +230,7 @@ class ChainMachine(RuleBasedStateMachine):
         fresh = self.open_reader()
         numbers = sorted(self.committed)
         assert [checkpoint.sequence for checkpoint in fresh.log()] == numbers
+        assert fresh.tags() == self.tags
         self.check_facts()
         if len(numbers) % 3 == 0 or len(numbers) < 5:  # it reads everything: a part of the examples has to do
             assert {problem.kind for problem in fresh.verify()} <= {"litter"}
@@ -339,6 +365,10 @@ class ChainMachine(RuleBasedStateMachine):
     def commit_of(self, number: int) -> Commit:
         return self.commits[number]
 
+    def snapshot(self, number: int) -> Snapshot:
+        """What a number held, be it pruned since."""
+        return self.committed[number] if number in self.committed else self.pruned[number]
+
     def parent_of(self, how: How) -> str | int | None:
         if isinstance(how.parent, int) and self.legal:
             assert self.latest is not None
@@ -398,9 +428,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     def dropped_as_the_run_sees(self) -> list[str]:
         """A run that lags behind knows the tables of its own latest checkpoint."""
-        latest = self.knows().latest
-        known = set() if latest is None else set(self.committed[latest].tables)
-        return sorted(known - set(self.held))
+        return sorted(self.knows().tables - set(self.held))
 
     def table(self, name: str, held: Held, how: How) -> crf.Table:
         """The table as it is handed to a save: rows in any order if keyed, changed rows in one of their forms."""
@@ -546,9 +574,109 @@ class ChainMachine(RuleBasedStateMachine):
         self.zombie = None
 
     # Retention --------------------------------------------------------------------------------------------------------
-    #
-    # Rules that tag and prune go here. A pruned number leaves `committed` and stays in `commits`: `check_facts` and
-    # `chain_of` need the commits of all numbers, everything else reads only numbers that are in `committed`.
+
+    @precondition(lambda self: self.committed)
+    @rule(pick=st.integers(0, 30), name=st.sampled_from(["best", "0.1-rc"]), fault=st.none() | faults())
+    def tag(self, pick: int, name: str, fault: Fault | None) -> None:
+        """TAG-2: what has a name stays; when naming fails, the name is where it was, or where it should be."""
+        number = sorted(self.committed)[pick % len(self.committed)]
+        done = self.do(lambda: self.run.tag(name, number), fault)
+        tags = self.open_reader().tags()
+        new = {**self.tags, name: number}
+        assert tags == new or (not done and tags == self.tags)
+        self.tags = tags
+
+    @precondition(lambda self: self.tags)
+    @rule(pick=st.integers(0, 1))
+    def untag(self, pick: int) -> None:
+        name = sorted(self.tags)[pick % len(self.tags)]
+        self.run.untag(name)
+        del self.tags[name]
+
+    @precondition(lambda self: len(self.committed) > 1)
+    @rule(keep=keeps(), fault=st.none() | faults(), by_another=st.booleans())
+    def prune(self, keep: Keep, fault: Fault | None, by_another: bool) -> None:
+        """PRU-1, PRU-2: what may go goes; when a prune fails, some of it."""
+        run = self.open_writer("consecutive", 64) if by_another else self.run
+        plan = self.planned(run, keep)
+        done = self.do(lambda: run.prune(plan), fault)
+        gone = self.note_pruned(plan)
+        assert not done or gone == plan.goes
+        for number in gone if done else ():
+            assert not self.store.store.list(layout.attempt_prefix(number, self.commit_of(number).attempt))
+
+    @precondition(lambda self: len(self.committed) > 1)
+    @rule(
+        edits=edits(),
+        how=st.none() | hows(),
+        keep=keeps(),
+        at=st.integers(1, 20) | st.integers(1, 80),
+        plans_early=st.booleans(),
+    )
+    def save_during_a_prune(
+        self, *, edits: list[Edit], how: How | None, keep: Keep, at: int, plans_early: bool
+    ) -> None:
+        """PRU-2: another process prunes between two calls of a save, or of a compaction; its chain stays whole."""
+        other = self.open_writer("consecutive", 64)
+        plans = [self.planned(other, keep)] if plans_early else []
+        gone: list[list[int]] = []
+
+        def meanwhile() -> None:
+            plan = plans[0] if plans else self.planned(other, keep)
+            other.prune(plan)
+            gone.append(self.note_pruned(plan))
+            assert gone[0] == plan.goes
+
+        fault = Fault(at=at, how="delay", meanwhile=meanwhile)
+        if how is None:
+            self.copy_latest(fault=fault, take_over=False)
+        else:
+            self.edit(edits)
+            self.try_to_save(how, fault)
+
+    def planned(self, run: Any, keep: Keep) -> Plan:
+        """What a prune would do: what the rules say, and planning writes nothing."""
+        self.store.arm(Fault(at=1, calls=WRITES))
+        plan: Plan = run.plan_prune(keep)
+        self.store.arm(None)
+        commits = {number: self.commit_of(number) for number in sorted(self.committed)}
+        if self.is_committed(head := max(commits) + 1):  # just now, by a save that is not over yet
+            commits[head] = self.read_commit(head)
+        stays = must_stay(keep, commits, self.tags.values())
+        assert set(plan.stays) == stays
+        assert set(plan.goes) == commits.keys() - stays
+        return plan
+
+    def note_pruned(self, plan: Plan) -> list[int]:
+        """The numbers that a prune has removed: some of those that it may."""
+        fresh = self.open_reader()
+        gone = [number for number in sorted(self.committed) if self.is_pruned(number)]
+        assert set(gone) <= set(plan.goes)
+        for number in gone:
+            refused(PrunedError, partial(fresh.__getitem__, number))
+            self.pruned[number] = self.committed.pop(number)
+        if gone:
+            self.unchecked = sorted(self.committed)
+        return gone
+
+    def is_pruned(self, number: int) -> bool:
+        data = self.store.store.get(layout.commit_key(number))
+        return data is not None and isinstance(parse_occupant(data, number), Pruned)
+
+    def do(self, action: Callable[[], object], fault: Fault | None) -> bool:
+        """Do what commits nothing; whether it came to its end."""
+        self.store.arm(fault)
+        try:
+            action()
+        except (Interrupted, StorageError) as error:
+            note(f"failed: {error!r}")
+            assert fault is not None
+            return False
+        finally:
+            self.store.arm(None)
+        return True
+
+    # What is committed ------------------------------------------------------------------------------------------------
 
     def attempt(self, action: Callable[[], Any | None], snapshot: Snapshot, fault: Fault | None) -> Any | None:
         """Do what commits; afterwards the store tells what is committed, whether the call failed or not."""
@@ -597,12 +725,15 @@ class ChainMachine(RuleBasedStateMachine):
 
     def note_commit(self, number: int, snapshot: Snapshot) -> None:
         """A number was committed with this state."""
+        self.committed[number], self.commits[number] = snapshot, self.read_commit(number)
+        self.unchecked.append(number)
+
+    def read_commit(self, number: int) -> Commit:
         data = self.store.store.get(layout.commit_key(number))
         assert data is not None
         commit = parse_occupant(data, number)
         assert isinstance(commit, Commit)
-        self.committed[number], self.commits[number] = snapshot, commit
-        self.unchecked.append(number)
+        return commit
 
     # What must hold ---------------------------------------------------------------------------------------------------
 
@@ -625,7 +756,8 @@ class ChainMachine(RuleBasedStateMachine):
         low, high = sorted((numbers[one % len(numbers)], numbers[other % len(numbers)]))
         run = self.open_reader()
         self.check_changes(run, low, high, run[low].load(), max_bytes)
-        check_raw_changes(run[high], low, max_bytes)
+        if self.is_told(low, high):
+            check_raw_changes(run[high], low, max_bytes)
 
     @precondition(lambda self: self.committed)
     @rule(pick=st.integers(0, 30), seed=seeds())
@@ -676,7 +808,22 @@ class ChainMachine(RuleBasedStateMachine):
             else:
                 assert same_bits(got, values_wanted), (name, field_name, got, values_wanted)
 
+    def is_told(self, low: int, high: int) -> bool:
+        """CHG-1, CHG-3: whether all checkpoints on the way are still there."""
+        ways, met = [(low, high)], set[int]()
+        while ways:
+            low, high = ways.pop()
+            for number in set(range(low + 1, high + 1)) - met:  # each is the predecessor of the next
+                met.add(number)
+                commit = self.commit_of(number)
+                if commit.rollback_to is not None:
+                    ways.append((commit.rollback_to, commit.predecessor or 0))
+        return met <= self.committed.keys()
+
     def check_changes(self, run: Any, low: int, high: int, before: crf.State, max_bytes: int = 64 << 20) -> None:
+        if not self.is_told(low, high):
+            refused(HistoryPrunedError, lambda: list(run[high].changes_since(low, max_bytes=max_bytes)))
+            return
         state = {name: loaded(table) for name, table in before.tables.items()}
         after = applied(state, run[high].changes_since(low, max_bytes=max_bytes))
         wanted = {name: loaded(table) for name, table in run[high].load().tables.items()}
@@ -691,7 +838,7 @@ class ChainMachine(RuleBasedStateMachine):
             assert saved.parent is None
         elif parent != "auto":
             assert saved.parent == (before if parent == "latest" else parent)
-        below = {} if before is None else self.committed[before].tables
+        below = {} if before is None else self.snapshot(before).tables
         for name in saved.tables:
             rows = self.committed[saved.sequence].tables[name]
             if not legal or name not in below or below[name].spec != rows.spec:
@@ -712,7 +859,7 @@ class ChainMachine(RuleBasedStateMachine):
         """CHG-2: no row is reported but those that the save named, and new ones."""
         changes = list(saved.changes_since(before))
         for name, rows in self.committed[saved.sequence].tables.items():
-            below, named = self.committed[before].tables.get(name), self.named[name]
+            below, named = self.snapshot(before).tables.get(name), self.named[name]
             if below is None or below.spec != rows.spec or named is None:
                 continue
             found = {row for change in changes if change.table == name for row in change.rows.view(np.int64).tolist()}
@@ -730,6 +877,24 @@ class ChainMachine(RuleBasedStateMachine):
             restores = 0 if last is None else self.commits[last].restores
             assert restores <= commit.restores <= restores + 1
             last = number
+
+
+def must_stay(keep: Keep, commits: dict[int, Commit], tagged: Iterable[int]) -> set[int]:
+    """What a prune has to keep of these commits, in ascending order; told in another way than the library's."""
+    numbers = list(commits)
+    stays = {numbers[-1], *tagged, *numbers[-(keep.last or 1) :]}
+    steps = {number: commit.step or 0 for number, commit in commits.items()}
+    if keep.every is not None:
+        for multiple in range(0, max(steps.values()) + 1, keep.every):
+            there = [n for n in numbers if multiple <= steps[n] < multiple + keep.every]
+            stays |= set([n for n in there if all(steps[m] >= multiple for m in numbers if m > n)][:1])
+    if keep.newer_than:
+        stays = set(numbers)
+    for number in reversed(numbers):
+        parent = commits[number].parent
+        if number in stays and parent is not None:
+            stays.add(parent)
+    return stays
 
 
 def refused(error: type[Exception], action: Callable[[], object]) -> None:

@@ -33,7 +33,8 @@ GROUP = {"zarr_format": 3, "node_type": "group"}
 TEXT, INTEGER, NUMBER = r'"([^"\\]|\\.)*"', r"\d{1,19}", r"null|[1-9]\d*"  # as JSON, like all values of a commit (5.2):
 COMMIT = {"requires": rf"\[({TEXT}(, )?)*\]", "step": r"null|\d{1,19}", "created": TEXT, "attempt": '"[0-9a-f]{16,64}"'}
 COMMIT |= {"parent": NUMBER, "predecessor": NUMBER, "rollback_to": NUMBER, "restores": INTEGER, "stored_bytes": INTEGER}
-POLICY, FILE = {"name": TEXT, "reason": TEXT}, {"bytes": INTEGER, "sha256": '"[0-9a-f]{64}"'}
+POLICY = {"name": TEXT, "reason": TEXT, "increments": INTEGER, "increments_bytes": INTEGER}
+FILE = {"bytes": INTEGER, "sha256": '"[0-9a-f]{64}"'}
 
 
 class FormatError(Exception):  # what is wrong (`kind` is one of section 10), and in which place
@@ -100,7 +101,11 @@ def read_commit(run: Path, n: int, lacking: str = "") -> Any:
         must(commit["kind"] != "pruned", place, "its data is gone", "pruned")
         must(commit["kind"] == "checkpoint", place, "no commit")
         if commit["format_version"] == VERSION:
-            pairs = (commit, COMMIT), (commit["policy"], POLICY), (commit["manifest"], FILE)
+            pairs = (
+                (commit, COMMIT),
+                ({"increments": 0, "increments_bytes": 0} | commit["policy"], POLICY),
+                (commit["manifest"], FILE),
+            )
             right = all(re.fullmatch(like, json.dumps(some[key])) for some, keys in pairs for key, like in keys.items())
             must(right and place.stat().st_size <= 8192, place, "not as told in 5.2 (COM-2, COM-3)")
             parent, back, predecessor = (commit[key] or 0 for key in ("parent", "rollback_to", "predecessor"))

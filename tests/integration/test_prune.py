@@ -507,14 +507,19 @@ def test_a_run_prunes_after_each_commit(tmp_path: Path) -> None:
     assert [c.sequence for c in crf.open_run(tmp_path / "run").log()] == [6, 7, 8]
 
 
-@pytest.mark.parametrize("policy", ["one-shot", "intermittent", "consecutive"])
-def test_the_policy_decides_as_if_nothing_were_pruned(policy: str) -> None:
-    """The sizes of increments that are gone still count in the process that wrote them."""
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(("policy", "every"), [("one-shot", 5), ("intermittent", None), ("consecutive", 5)])
+def test_the_policy_decides_as_if_nothing_were_pruned(policy: str, every: int | None, restarts: bool) -> None:
+    """COM-7: increments that are gone still count, in the process that wrote them and in those that go on from them."""
     parents = []
     for keep in (None, LAST):
-        run = crf.open_run(MemoryStore({}), "a", policy=policy, keep=keep)
+        store = MemoryStore({})
+        run = crf.open_run(store, "a", policy=policy, every=every, keep=keep)
         weight, made = np.zeros((60, 8), np.float32), []
         for step in range(14):
+            if restarts and step % 3 == 1:
+                run = crf.open_run(store, "a", policy=policy, every=every, keep=keep)
+                run.restore()
             rows = np.arange((step * 5) % 60, (step * 5) % 60 + 5)
             weight[rows] = step
             made.append(

@@ -1,7 +1,8 @@
-"""The store fails at each single call of a save and of a compaction, in every way that the fault store knows."""
+"""The store fails at each single call of a save, a compaction and a prune, in every way that the fault store knows."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 
 import checkrun_format as crf
 from checkrun_format import Checkpoint, Run, State, StorageError, Table
-from checkrun_format.errors import ConcurrentCommitError, DamagedError, NotFoundError
+from checkrun_format.errors import ConcurrentCommitError, DamagedError, NotFoundError, PrunedError
 from checkrun_format.stores import LocalStore
 from checkrun_format.testing import Fault, FaultStore, MemoryStore
 from checkrun_format.testing.model import Rows, loaded
@@ -42,6 +43,16 @@ class Story:
         self.commit(self.save([], []))
         for number in (2, 3):
             self.commit(self.train_and_save([number, 30 + number], [number - 4]))
+
+    def copy(self) -> Story:
+        """The same story in a store of its own, opened anew."""
+        store = MemoryStore()
+        assert isinstance(self.store.store, MemoryStore)
+        store.objects = dict(self.store.store.objects)
+        other = copy.copy(self)
+        other.store, other.told, other.values = FaultStore(store), dict(self.told), dict(self.values)
+        other.run = other.open()
+        return other
 
     def open(self) -> Run:
         return crf.open_run(self.store, "a", policy=self.policy, chunk_bytes=400)
@@ -88,9 +99,19 @@ class Story:
     def is_committed(self, number: int) -> bool:
         try:
             crf.open_run(self.store.store)[number]
-        except (NotFoundError, DamagedError):
+        except (NotFoundError, DamagedError, PrunedError):
             return False
         return True
+
+    def forget(self) -> set[int]:
+        """Expect no more what is no longer there; its numbers."""
+        gone = {number for number in self.told if not self.is_committed(number)}
+        self.told = {number: rows for number, rows in self.told.items() if number not in gone}
+        return gone
+
+    def damaged(self) -> list[int]:
+        """Numbers at which half a document stands."""
+        return [int(p.place[:8]) for p in crf.open_run(self.store.store).verify(fast=True) if p.kind == "damaged"]
 
     def act(self, action: str) -> Checkpoint:
         if action == "compact":
@@ -150,6 +171,46 @@ def attempt(story: Story, action: str) -> str:
     except (StorageError, DamagedError):
         return "failed"
     return "saved"
+
+
+@pytest.mark.parametrize("how", ["before", "after", "truncate", "down"])
+def test_a_call_of_a_prune_fails(how: Any) -> None:
+    """PRU-1, PRU-2: what should stay is whole, and the next prune removes the rest; half a marker keeps those below."""
+    outcomes, leaves = set(), set()
+    before = Story(FaultStore(MemoryStore()))
+    for parent in (None, "auto"):  # 4 is a base, 5 lies over it
+        before.commit(before.run.save(before.state([], []), parent=parent))
+    before.run.tag("best", 1)
+    for k in itertools.count(1):
+        story = before.copy()
+        story.store.arm(Fault(at=k, how=how))
+        outcomes.add(prune(story))
+        fired = story.store.fired
+        story.store.arm(None)
+        assert story.forget() <= {2, 3}
+        story.check()
+        leaves.add(tuple(story.told))
+        story.run = story.open()
+        assert prune(story) == "pruned"
+        halves = {3: {1, 2}, 2: {1}}.get(next(iter(story.damaged()), 0), set())
+        story.forget()
+        assert set(story.told) == {1, 4, 5} | halves
+        story.check()
+        story.run.restore()
+        story.go_on("prune")
+        if not fired:
+            break
+    assert k > 20
+    assert outcomes == {"pruned", "failed"}
+    assert leaves == {(1, 2, 3, 4, 5), (1, 2, 4, 5), (1, 4, 5)}
+
+
+def prune(story: Story) -> str:
+    try:
+        story.run.prune(story.run.plan_prune(crf.Keep(last=1)))
+    except (StorageError, DamagedError):
+        return "failed"
+    return "pruned"
 
 
 @pytest.mark.parametrize("action", ACTIONS)

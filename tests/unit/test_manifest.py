@@ -420,6 +420,8 @@ def test_committed_and_pruned() -> None:
         {"attempt": "0" * 32 + "\n"},
         {"attempt": "../../etc/passwd0000"},
         {"policy": {"name": "x"}},
+        {"policy": {"name": "x", "reason": "", "increments": -1}},
+        {"policy": {"name": "x", "reason": "", "increments_bytes": None}},
         {"manifest": {"bytes": -1, "sha256": SHA}},
         {"manifest": {"bytes": 1, "sha256": SHA[1:]}},
         {"manifest": {"bytes": 1, "sha256": SHA + "\n"}},
@@ -434,11 +436,20 @@ def test_commits_that_contradict_the_page(changes: Json) -> None:
     assert caught.value.place.endswith("/zarr.json")
 
 
+@pytest.mark.parametrize("byte", [b"\xe5", b"\x01"])
+def test_a_key_that_nobody_knows_has_to_be_json(byte: bytes) -> None:
+    """DOC-1, MAN-1: its value is ignored, and compared with the manifest's all the same."""
+    data = framed(commit_document() | {"stranger": "?"}).replace(b"?", byte)
+    with pytest.raises(DamagedError):
+        manifest.parse_occupant(data, 42)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"step": None},
         {"step": 2**63 - 1, "stored_bytes": 2**63 - 1, "restores": 2**63 - 1},
+        {"policy": {"name": "x", "reason": "", "increments": 0, "increments_bytes": 2**63 - 1}},
         {"parent": None, "predecessor": None},
         {"parent": 41},
         {"rollback_to": 41},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -28,6 +29,7 @@ from checkrun_format.policy import (
     one_shot,
 )
 from checkrun_format.rows import RowSet
+from checkrun_format.saving import _earlier
 from checkrun_format.stores import LocalStore
 
 Array = npt.NDArray[Any]
@@ -436,6 +438,25 @@ class TestWhatCounts:
         }
         increments = run._saver.ledger.increments(run[1].commit)
         assert [commit.sequence for commit in increments] == list(range(2, made.sequence + 1))
+
+    @pytest.mark.parametrize(
+        ("told", "sizes"),
+        [
+            ({"increments": 3, "increments_bytes": 10}, [4, 3, 3]),
+            ({"increments": 0, "increments_bytes": 0}, []),
+            ({"increments": 8, "increments_bytes": 10}, []),  # more than there are numbers between
+            ({"increments": 2**60, "increments_bytes": 10}, []),
+            ({"increments": msgspec.UNSET}, []),
+        ],
+    )
+    def test_what_is_pruned_counts_as_equally_large(self, tmp_path: Path, told: Any, sizes: list[int]) -> None:
+        """COM-7: only the sum is known; nonsense is passed over."""
+        run = crf.open_run(tmp_path, "a", durable=False, policy="one-shot")
+        run.save(table(np.ones((4, 2))))
+        commit = run.save(table(np.ones((4, 2)), [1])).commit
+        assert (commit.policy.increments, commit.policy.increments_bytes) == (0, 0)
+        lowest = msgspec.structs.replace(commit, sequence=9, policy=msgspec.structs.replace(commit.policy, **told))
+        assert _earlier(run[1].commit, [lowest]) == sizes
 
     def test_compaction_begins_anew(self, tmp_path: Path) -> None:
         def compacted(run: Run, _: Any) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import checkrun_format as crf
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.stores import LocalStore
 
 BASES = (1, 4)
 
@@ -168,3 +170,41 @@ class TestFallback:
         assert (audit.safe, audit.affected) == ([1, 2, 3, 4, 5], {6: 6})
         with pytest.raises(crf.UnsupportedVersionError):
             crf.open_run(folder, "a")
+
+
+class CountingStore(LocalStore):
+    """Counts reads of chunks that go on at the same time; until two did, each waits for a second one."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, durable=False)
+        self.changed = threading.Condition()
+        self.reading = self.most = 0
+
+    def get(self, key: str) -> bytes | None:
+        if "/c/" not in key:
+            return super().get(key)
+        with self.changed:
+            self.reading += 1
+            self.most = max(self.most, self.reading)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most > 1, timeout=20)
+        try:
+            return super().get(key)
+        finally:
+            with self.changed:
+                self.reading -= 1
+
+
+def test_large_chunks_are_checked_by_a_few_threads(tmp_path: Path) -> None:
+    """As many at a time as the store gains from; problems are in the order of the chunks, whoever was first."""
+    run = crf.open_run(tmp_path, "a", durable=False, chunk_bytes=1 << 18)
+    run.save(crf.State(tables={"t": crf.Table({"weight": np.ones((12 << 12, 16), np.float32)})}))
+    (values,) = tmp_path.glob("00000001/*/block-0-0/weight.values/c")
+    damaged = [values / str(index) / "0" for index in (1, 2, 5, 10)]
+    for path in damaged:
+        flip(path)
+    store = CountingStore(tmp_path)
+    found = [problem for problem in crf.open_run(store).verify() if "CRC-32C" in problem.message]
+    assert [problem.place for problem in found[:4]] == [str(path.relative_to(tmp_path)) for path in damaged]
+    assert {problem.place for problem in found[4:]} <= {found[0].place}  # met again by the check of the table
+    assert 2 <= store.most <= store.parallel

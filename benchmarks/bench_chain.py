@@ -1,0 +1,322 @@
+"""What a chain costs: restores, bytes read, single rows and memory, against a base that holds the same state.
+
+    python benchmarks/bench_chain.py [--quick] [--folder DIR] [--no-results]
+
+One table of float32 at 4 bits. Each save changes 10 % of the rows: any of them alike (uniform), or the more often the
+lower their rank, as in a power law (zipf). Files are in the page cache; every restore reads into arrays that exist.
+First a restore after 0 to 24 saves, for each policy. Then a base and 10 increments in a row beside one base of the same
+state, for tables of several sizes: seconds, bytes read through the store, `take` of 1,000 random rows, and memory
+beside the arrays that are read into; and with which power of the number of rows each of them grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import math
+import sys
+import tempfile
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+import numpy as np
+import numpy.typing as npt
+
+import checkrun_format as crf
+from checkrun_format.stores import LocalStore
+
+COLUMNS = 32
+CHANGED = 0.1
+TAKEN = 1000
+INCREMENTS = 10
+POLICIES = ("one-shot", "consecutive", "intermittent")
+WORKLOADS = ("uniform", "zipf")
+SAVES = (0, 1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
+TARGET = 1.3
+"""Most times that a base and 10 increments may take what one base takes."""
+
+Costs = list[dict[str, float]]
+
+
+class CountingStore(LocalStore):
+    """Counts the bytes of the objects that are read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, durable=False)
+        self.bytes_read = 0
+        self._counting = threading.Lock()
+
+    def get(self, key: str) -> bytes | None:
+        """An object, all of which counts."""
+        data = super().get(key)
+        with self._counting:
+            self.bytes_read += len(data or b"")
+        return data
+
+    def open(self, key: str) -> io.RawIOBase | None:
+        """An object, which is read to its end."""
+        file = super().open(key)
+        if file is not None:
+            with self._counting:
+                self.bytes_read += Path(self._path(key)).stat().st_size
+        return file
+
+
+# A training run -------------------------------------------------------------------------------------------------------
+
+
+def chances(workload: str, rows: int, rng: np.random.Generator) -> npt.NDArray[np.float32] | float:
+    """How likely each row changes between two saves: 10 % on average."""
+    if workload == "uniform":
+        return CHANGED
+    weight = 1 / (rng.permutation(rows) + 1.0)
+    low, high = 0.0, float(rows)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if -np.expm1(-middle * weight[:: 1 + rows // 65536]).mean() < CHANGED else (low, middle)
+        )
+    return -np.expm1(-high * weight).astype(np.float32)
+
+
+class Trainer:
+    """A table whose rows change, and the run that it is saved to."""
+
+    def __init__(self, folder: Path, rows: int, workload: str, policy: str) -> None:
+        self.rng = np.random.default_rng(1)
+        self.weight = self.rng.standard_normal((rows, COLUMNS), np.float32)
+        self.chances = chances(workload, rows, self.rng)
+        self.run = crf.open_run(folder, "a", durable=False, policy=policy, bits=4)
+        self.save(None)
+
+    def save(self, changed: Any, **options: Any) -> None:
+        """Save the table."""
+        self.run.save(crf.State(tables={"t": crf.Table({"weight": self.weight}, changed=changed)}), **options)
+
+    def train(self) -> None:
+        """Change rows, and save them."""
+        changed = np.flatnonzero(self.rng.random(len(self.weight), np.float32) < self.chances)
+        self.weight[changed] += np.float32(0.01)
+        self.save(changed)
+
+
+# Measurements ---------------------------------------------------------------------------------------------------------
+
+
+def restore(folder: Path, number: int, out: npt.NDArray[Any]) -> tuple[dict[str, float], int]:
+    """Load a checkpoint into an array, by somebody who has read nothing yet; and how many bytes were read."""
+    store = CountingStore(folder)
+    state = crf.State(tables={"t": crf.Table({"weight": out})})
+    cost = measure.cost_of(lambda: crf.open_run(store)[number].load(out=state))
+    return measure.as_record(cost), store.bytes_read
+
+
+def take(folder: Path, number: int, ids: npt.NDArray[np.int64]) -> tuple[dict[str, float], int]:
+    """Read some rows, likewise."""
+    store = CountingStore(folder)
+    cost = measure.cost_of(lambda: crf.open_run(store)[number].table("t").take(ids))
+    return measure.as_record(cost), store.bytes_read
+
+
+def repeated(rounds: int, *calls: Callable[[], tuple[dict[str, float], int]]) -> Iterator[dict[str, float]]:
+    """Medians of each call, the bytes that it read, and its peak in a call of its own; the calls take turns."""
+    found: list[list[tuple[dict[str, float], int]]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for results, call in zip(found, calls, strict=True):
+            results.append(call())
+    for results, call in zip(found, calls, strict=True):
+        told_by_all = {"bytes_read": float(results[-1][1]), "peak_mib": peak_of(call)}
+        yield measure.medians([cost for cost, _ in results]) | told_by_all
+
+
+def peak_of(call: Callable[[], object]) -> float:
+    """MiB that a call holds at its highest: resident memory would hide what was freed before and is used again."""
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    return peak
+
+
+def by_length(folder: Path, rows: int, rounds: int) -> list[dict[str, Any]]:
+    """Restores after 0 to 24 saves, for each workload and policy."""
+    found = []
+    out = np.ones((rows, COLUMNS), np.float32)
+    for workload in WORKLOADS:
+        for policy in POLICIES:
+            place = folder / f"{workload} {policy}"
+            trainer = Trainer(place, rows, workload, policy)
+            for saves in range(max(SAVES) + 1):
+                if saves:
+                    trainer.train()
+                if saves in SAVES:
+                    (cost,) = repeated(rounds, functools.partial(restore, place, saves + 1, out))
+                    layers = chain_of(trainer.run, saves + 1)
+                    found.append({"workload": workload, "policy": policy, "saves": saves, "layers": layers} | cost)
+            told(f"{workload}, {policy}: {found[-1]['seconds']:.2f} s after {found[-1]['saves']} saves")
+    return found
+
+
+def chain_of(run: crf.Run, number: int | None) -> int:
+    """How many checkpoints a restore reads."""
+    layers = 0
+    while number is not None:
+        number, layers = run[number].parent, layers + 1
+    return layers
+
+
+def by_size(folder: Path, workload: str, rows: int, rounds: int) -> dict[str, Any]:
+    """A base and 10 increments in a row, beside one base of the same state."""
+    place = folder / f"{workload} {rows}"
+    trainer = Trainer(place, rows, workload, "consecutive")
+    saves: Costs = []
+    for _ in range(INCREMENTS):
+        saves.append(measure.as_record(measure.cost_of(trainer.train)))
+    trainer.save([], parent=None)
+    out = np.ones((rows, COLUMNS), np.float32)
+    ids = np.sort(trainer.rng.choice(rows, TAKEN, replace=False))
+    one, other = INCREMENTS + 1, INCREMENTS + 2
+    del trainer
+    measure.warm_memory(0.5)
+    chain, base = repeated(rounds, lambda: restore(place, one, out), lambda: restore(place, other, out))
+    few_of_chain, few_of_base = repeated(rounds, lambda: take(place, one, ids), lambda: take(place, other, ids))
+    result = {
+        "workload": workload,
+        "rows": rows,
+        "ratio": chain["seconds"] / base["seconds"],
+        "chain": chain,
+        "base": base,
+        "take_chain": few_of_chain,
+        "take_base": few_of_base,
+        "save": measure.medians(saves),
+    }
+    told(f"{workload}, {rows:,} rows: {result['ratio']:.2f}x")
+    return result
+
+
+def exponent(rows: Sequence[int], values: Sequence[float]) -> float:
+    """The power of the number of rows with which something grows: the slope of a line through the logarithms."""
+    if min(values) <= 0:
+        return math.nan
+    return float(np.polyfit(np.log(rows), np.log(values), 1)[0])
+
+
+GROWING: Mapping[str, tuple[str, str]] = {
+    "restore of the chain, s": ("chain", "seconds"),
+    "restore of the base, s": ("base", "seconds"),
+    "restore of the chain, memory": ("chain", "peak_mib"),
+    f"take {TAKEN:,} of the chain, s": ("take_chain", "seconds"),
+    f"take {TAKEN:,} of the chain, bytes": ("take_chain", "bytes_read"),
+    f"take {TAKEN:,} of the chain, memory": ("take_chain", "peak_mib"),
+    "save of 10 %, s": ("save", "seconds"),
+}
+
+
+def growth(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The exponent of everything that grows with a table, of the uniform workload."""
+    of = [size for size in sizes if size["workload"] == "uniform"]
+    rows = [size["rows"] for size in of]
+    return {name: exponent(rows, [size[part][key] for size in of]) for name, (part, key) in GROWING.items()}
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The results as tables."""
+    where, lengths, sizes = results["machine"], results["by_length"], results["by_size"]
+    text = [
+        f"{where['date']}, {where['cores']} cores of {where['cpu']}, Python {where['python']}",
+        "",
+        f"Restore of {results['rows']:,} x {COLUMNS} float32 at 4 bits, ms (checkpoints read):",
+        "",
+        measure.table(["after saves", *map(str, SAVES)], length_rows(lengths)),
+        "",
+        f"Base and {INCREMENTS} increments against one base of the same state (target: {TARGET}x):",
+        "",
+        measure.table(
+            [
+                "rows",
+                "chain, s",
+                "base, s",
+                "ratio",
+                "read / base's",
+                "chain, MiB",
+                "take, ms",
+                "take, MB read",
+                "take, MiB",
+            ],
+            [size_row(size) for size in sizes],
+        ),
+        "",
+        "Grows with the number of rows to the power of:",
+        "",
+        measure.table(["what", "exponent"], [(name, f"{power:.2f}") for name, power in results["growth"].items()]),
+    ]
+    return "\n".join(text)
+
+
+def length_rows(lengths: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """One row for each workload and policy."""
+    for workload in WORKLOADS:
+        for policy in POLICIES:
+            of = [cost for cost in lengths if (cost["workload"], cost["policy"]) == (workload, policy)]
+            yield [f"{workload}, {policy}", *(f"{cost['seconds'] * 1000:.0f} ({cost['layers']})" for cost in of)]
+
+
+def size_row(size: Mapping[str, Any]) -> list[str]:
+    """One row for each workload and size."""
+    chain, base, few = size["chain"], size["base"], size["take_chain"]
+    return [
+        f"{size['rows']:,} {size['workload']}",
+        f"{chain['seconds']:.3f}",
+        f"{base['seconds']:.3f}",
+        f"{size['ratio']:.2f}" + ("" if size["ratio"] <= TARGET else " MISSED"),
+        f"{chain['bytes_read'] / base['bytes_read']:.2f}",
+        f"{chain['peak_mib']:.0f}",
+        f"{few['seconds'] * 1000:.0f}",
+        f"{few['bytes_read'] / 1e6:.1f}",
+        f"{few['peak_mib']:.0f}",
+    ]
+
+
+def told(line: str) -> None:
+    """Tell how far it is."""
+    print(line, file=sys.stderr)
+
+
+def main() -> None:
+    """Measure, show, and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
+    parser.add_argument("--quick", action="store_true", help="small tables, nothing is kept: does it run?")
+    parser.add_argument("--no-results", action="store_true", help="only print")
+    options = parser.parse_args()
+    million = 20_000 if options.quick else 1_000_000
+    rounds = 3 if options.quick else 5
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        lengths = by_length(folder, million, rounds=3)
+        sizes = [by_size(folder, "uniform", rows, rounds) for rows in (million, 4 * million, 16 * million)]
+        sizes.append(by_size(folder, "zipf", 4 * million, rounds))
+    results = {
+        "machine": measure.machine(["checkrun-format", "numpy"]),
+        "rows": million,
+        "columns": COLUMNS,
+        "by_length": lengths,
+        "by_size": sizes,
+        "growth": growth(sizes),
+    }
+    text = page(results)
+    print(text)
+    if not (options.quick or options.no_results):
+        measure.keep("bench_chain", results, text)
+
+
+if __name__ == "__main__":
+    main()
