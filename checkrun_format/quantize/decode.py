@@ -189,13 +189,11 @@ def nearest_codes(values: F32, qparams: Array, bits: int) -> U8:
 def reach(low: F32, high: F32, qparams: Array, bits: int) -> F64:
     """How far a value between `low` and `high` (n,) may be from the nearest that its row's qparams can express.
 
-    The larger of half a scale and of what lies outside the first or beyond the last code, in exact arithmetic; but no
-    more than to the first code.
+    The larger of half a scale and of what lies outside the first or beyond the last code, in exact arithmetic.
     """
     scale, bias = qparams.astype(np.float64).T
     top = bias + scale * ((1 << bits) - 1)
-    below = bias - low
-    farthest: F64 = np.minimum(np.maximum(0.5 * scale, np.maximum(below, high - top)), np.maximum(below, high - bias))
+    farthest: F64 = np.maximum(0.5 * scale, np.maximum(bias - low, high - top))
     return farthest
 
 

@@ -21,7 +21,7 @@ from checkrun_format.quantize.method import VERSION, Method, method
 from checkrun_format.quantize.minmax import minmax, symmetric
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
 from checkrun_format.quantize.refine import refine
-from checkrun_format.quantize.torch_compat import ADDED, torch_compat
+from checkrun_format.quantize.torch_compat import ADDED, narrow_reach, torch_compat
 from checkrun_format.quantize.trials import moves
 
 Mask = npt.NDArray[np.bool_]
@@ -359,11 +359,12 @@ def _error_bounds(rows: _Rows, qparams: Array, job: _Job) -> F64:
     """
     scale, bias = qparams.astype(np.float64).T
     largest = np.maximum(rows.high, -rows.low)
-    bounds = reach(rows.low, rows.high, qparams, job.bits) * (1 + _ROUNDING)
+    of_torch = job.method.name == "torch_compat"
+    bounds = (narrow_reach if of_torch else reach)(rows.low, rows.high, qparams, job.bits) * (1 + _ROUNDING)
     rounded = (scale > 0) | (job.dtype == "float64")
     bounds += np.where(rounded, _ROUNDING * np.maximum(largest, np.abs(bias)), 0)
     bounds += 2.0**-149 if job.dtype == "float64" else 0
-    if job.method.name == "torch_compat" and job.bits == 8:
+    if of_torch and job.bits == 8:
         bounds += np.minimum(ADDED, rows.high.astype(np.float64) - rows.low)
     if job.dtype in _HALF_UNITS:
         relative, absolute = _HALF_UNITS[job.dtype]

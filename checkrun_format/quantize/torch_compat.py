@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format.packing import U8
-from checkrun_format.quantize.decode import F32, nearest_codes, reach
+from checkrun_format.quantize.decode import F32, F64, nearest_codes, reach
 from checkrun_format.quantize.record import Array
 from checkrun_format.quantize.search import codes_of
 
@@ -58,8 +58,15 @@ def torch_compat(
         codes = codes_of(columns, bias, inverse, _top(bits)).T.astype(np.uint8)
         qparams = np.stack([scale, bias], axis=1)
     low, high = values.min(1), values.max(1)
-    exact = ~(reach(low, high, qparams, bits) <= high - low)
+    exact = ~(narrow_reach(low, high, qparams, bits) <= high - low)
     return codes, qparams.astype(qparams_dtype), exact
+
+
+def narrow_reach(low: F32, high: F32, qparams: Array, bits: int) -> F64:
+    """The same as `reach`, but not more than to the first code: torch gives rows without a range the scale 1."""
+    bias = qparams[:, 1].astype(np.float64)
+    narrow: F64 = np.minimum(reach(low, high, qparams, bits), np.maximum(bias - low, high - bias))
+    return narrow
 
 
 def _bytes(values: F32, low: F32, high: F32) -> tuple[U8, F32]:
