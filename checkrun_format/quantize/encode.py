@@ -133,13 +133,13 @@ def encode(
     >>> q.codes.tolist(), q.qparams.dtype.name, q.error_bound < 0.505 * 2 / 255 + 2**-20
     ([[0, 64, 128, 191, 255]], 'float16', True)
     """
+    if qparams_dtype not in (None, *QPARAMS_DTYPES):
+        raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
     if type(values).__module__ == "torch" and codes is None:
         from checkrun_format.quantize.tensors import encode_tensor
 
         return encode_tensor(values, bits, encoder, qparams_dtype)
     job = _checked_job(values, bits, encoder)
-    if qparams_dtype not in (None, *QPARAMS_DTYPES):
-        raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
     if job.method.name == "torch_compat":
         qparams_dtype = qparams_dtype or ("float32" if job.bits == 8 else "float16")
     rows, columns = job.values.shape

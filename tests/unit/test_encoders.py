@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,17 @@ class TestTorch:
 class TestTensors:
     """Tensors are encoded where they are, by torch's operators: here on the CPU."""
 
+    def test_ranges_about_the_least_float16_are_exact_in_the_same_rows(self) -> None:
+        values = rows("uniform", 400, 5) * np.logspace(-9, -2, 400, dtype=F32)[:, None]
+        for bits, name in ((1, "symmetric"), (1, "minmax"), (2, "symmetric"), (3, "minmax")):
+            found = encode(torch.from_numpy(values), bits, name, "float16")
+            with unittest.mock.patch.object(engine, "kernels", return_value=None):
+                wanted = encode(values, bits, name, "float16")
+            assert 0 < len(wanted.exact_index) < 400
+            assert found.exact_index.tolist() == wanted.exact_index.tolist()
+            assert np.array_equal(found.codes, wanted.codes)
+            assert np.array_equal(encode(values, bits, name, "float16").codes, wanted.codes)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("encoder", ["minmax", "symmetric"])
     def test_bits_of_the_reference(self, encoder: str, dtype: torch.dtype) -> None:
@@ -238,6 +250,7 @@ class TestTensors:
             (lambda: encode(torch.zeros(3), 4), "two dimensions"),
             (lambda: encode(torch.zeros((3, 3), dtype=torch.int64), 4), "floating"),
             (lambda: encode(torch.zeros((3, 3)), 4, "torch_compat"), "takes no tensors"),
+            (lambda: encode(torch.zeros((3, 3)), 4, qparams_dtype="float64"), "qparams_dtype must be one of"),
             (lambda: tensors.decode_tensor(encode(torch.zeros((3, 3)), 4), torch.zeros((3, 4))), "out must be float32"),
         ):
             with pytest.raises(InvalidInputError, match=told):
