@@ -78,4 +78,5 @@ def _panel(axes: Axes, points: Sequence[Point], across: str, label: str) -> None
     axes.set(xlabel=label, ylabel="mean l2 error / mean l2 norm")
     if any(point.error > 0 for point in points):
         axes.set_yscale("log")
-    axes.set_xscale("log")
+    if across == "nanoseconds":
+        axes.set_xscale("log")
