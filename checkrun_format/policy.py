@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, TypeAlias
 
@@ -198,7 +198,7 @@ class BitRule:
     bits : None, 1..8, "auto", or mapping
         None: raw. A number: the field `weight`. A mapping: table name or pattern (`*`, `?`) to None, a number, or a
         mapping of field name to these; an exact name goes before patterns, patterns in their order; a table that
-        matches none is raw.
+        matches none is raw. An exact name may not name a field that the table lacks.
     expected_restores : number or Failures, optional
         For "auto": restores expected over the whole run.
     """
@@ -255,6 +255,18 @@ class BitRule:
                 f"this one is {field.dtype}{' (rows,)' if field.columns is None else ''}"
             )
         return None if bits is None else int(bits)
+
+    def check_fields(self, table: str, fields: Collection[str]) -> None:
+        """Refuse a field that is named for this very table, which lacks it; a pattern may be for other tables.
+
+        Raises
+        ------
+        InvalidInputError
+        """
+        chosen = self.bits.get(table) if isinstance(self.bits, Mapping) else None
+        unknown = set(chosen) - set(fields) if isinstance(chosen, Mapping) else None
+        if unknown:
+            raise InvalidInputError(f"bits of table {table!r}: the table has no field {min(unknown)!r}")
 
     def _for_table(self, table: str, restores: int) -> FieldBits:
         if self.bits == "auto":

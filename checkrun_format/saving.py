@@ -58,6 +58,7 @@ from checkrun_format.staging import (
 )
 from checkrun_format.state import (
     ALL,
+    Inherit,
     State,
     TableSource,
     blob_bytes,
@@ -210,6 +211,8 @@ class Saver:
         )
 
     def _plans(self, source: TableSource) -> list[FieldPlan]:
+        if isinstance(source.bits, Inherit):
+            self._options.rule.check_fields(source.name, [field.name for field in source.fields])
         return field_plans(
             source.name,
             source.fields,

@@ -2,6 +2,7 @@
 
 Beside them what they share: `address` (which run, checkpoint, rows), `census` and `lineage` (what the commits of a run
 say), `description` (what the documents of a checkpoint say), `values` and `salvage` (rows, and reading around damage),
+`sample` and `graph` (some rows of each table, and what encoders make of them, drawn),
 `page`, `text` and `document` (print for people, safely, and for programs), `progress`, `stream`, `endings` and `manual`
 (how far it is, standard output, exit codes, help).
 """
@@ -22,6 +23,7 @@ from checkrun_format.cli.info import info
 from checkrun_format.cli.ls import ls
 from checkrun_format.cli.manual import ADDRESSES, CODES, JSON, epilog
 from checkrun_format.cli.prune import prune
+from checkrun_format.cli.quantize_report import quantize_report
 from checkrun_format.cli.rollback import rollback
 from checkrun_format.cli.tag import tag
 from checkrun_format.cli.tree import tree
@@ -50,6 +52,9 @@ def main() -> None:
     """Checkpoints of recommendation models, incremental and quantized, in an open format."""
 
 
-_COMMANDS = (cat, changes, compact, demo, diff, export, import_, info, ls, prune, rollback, tag, tree, verify)
+_COMMANDS = (
+    *(cat, changes, compact, demo, diff, export, import_, info),
+    *(ls, prune, quantize_report, rollback, tag, tree, verify),
+)
 for _command in _COMMANDS:
     main.add_command(_command)

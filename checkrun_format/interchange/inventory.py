@@ -181,13 +181,13 @@ def _chooser(
 ) -> Callable[[str, Array], bool]:
     """Which tensors (rows, columns) are tables; `known` is None in a file that itself says which others are."""
     for pattern in patterns:
-        matching = [name for name in arrays if _matches(name, pattern)]
-        found = any(_is_matrix(arrays[name]) for name in matching) or any(_matches(name, pattern) for name in labelled)
+        matching = [name for name in arrays if matches(name, pattern)]
+        found = any(_is_matrix(arrays[name]) for name in matching) or any(matches(name, pattern) for name in labelled)
         if not found:
             raise InvalidInputError(_no_table(pattern, arrays, matching))
 
     def is_table(name: str, array: Array) -> bool:
-        if any(_matches(name, pattern) for pattern in patterns):
+        if any(matches(name, pattern) for pattern in patterns):
             return True
         return known is not None and (name in known or (not patterns and len(array) > MANY_ROWS))
 
@@ -198,7 +198,8 @@ def _is_matrix(array: Array) -> bool:
     return array.ndim == 2 and array.shape[1] > 0
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name fits a pattern of `*` and `?`."""
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))  # a bracket is an ordinary character
 
 

@@ -3,7 +3,7 @@
 from checkrun_format.quantize.decode import decode, decode_affine
 from checkrun_format.quantize.encode import ENCODERS, Encoder, encode, recorded_method
 from checkrun_format.quantize.engine import set_threads
-from checkrun_format.quantize.measure import sampled_l2
+from checkrun_format.quantize.measure import mean_l2, sampled_l2
 from checkrun_format.quantize.method import Method, method
 from checkrun_format.quantize.narrow import narrow
 from checkrun_format.quantize.record import Quantized
@@ -17,6 +17,7 @@ __all__ = [
     "decode",
     "decode_affine",
     "encode",
+    "mean_l2",
     "method",
     "narrow",
     "recorded_method",

@@ -21,7 +21,7 @@ from checkrun_format.quantize.method import VERSION, Method, method
 from checkrun_format.quantize.minmax import minmax, symmetric
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
 from checkrun_format.quantize.refine import refine
-from checkrun_format.quantize.torch_compat import torch_compat
+from checkrun_format.quantize.torch_compat import ADDED, narrow_reach, torch_compat
 from checkrun_format.quantize.trials import moves
 
 Mask = npt.NDArray[np.bool_]
@@ -133,13 +133,13 @@ def encode(
     >>> q.codes.tolist(), q.qparams.dtype.name, q.error_bound < 0.505 * 2 / 255 + 2**-20
     ([[0, 64, 128, 191, 255]], 'float16', True)
     """
+    if qparams_dtype not in (None, *QPARAMS_DTYPES):
+        raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
     if type(values).__module__ == "torch" and codes is None:
         from checkrun_format.quantize.tensors import encode_tensor
 
         return encode_tensor(values, bits, encoder, qparams_dtype)
     job = _checked_job(values, bits, encoder)
-    if qparams_dtype not in (None, *QPARAMS_DTYPES):
-        raise InvalidInputError(f"qparams_dtype must be one of {', '.join(QPARAMS_DTYPES)}, not {qparams_dtype!r}")
     if job.method.name == "torch_compat":
         qparams_dtype = qparams_dtype or ("float32" if job.bits == 8 else "float16")
     rows, columns = job.values.shape
@@ -354,14 +354,18 @@ def _error_bounds(rows: _Rows, qparams: Array, job: _Job) -> F64:
 
     With M the largest of its |values| and |bias|, and u = 2^-24, rounding moves a float64 value by u M, the search for
     its code by 4 u M, the product by 2 u M and the sum by u M: 2^-20 M covers them. Without a scale only the first
-    occurs. The cast of the decoded value to 16 bits moves it no further than back to the original.
+    occurs. The cast of the decoded value to 16 bits moves it no further than back to the original. Only torch's codes
+    at 8 bits are not the nearest.
     """
     scale, bias = qparams.astype(np.float64).T
     largest = np.maximum(rows.high, -rows.low)
-    bounds = reach(rows.low, rows.high, qparams, job.bits) * (1 + _ROUNDING)
+    of_torch = job.method.name == "torch_compat"
+    bounds = (narrow_reach if of_torch else reach)(rows.low, rows.high, qparams, job.bits) * (1 + _ROUNDING)
     rounded = (scale > 0) | (job.dtype == "float64")
     bounds += np.where(rounded, _ROUNDING * np.maximum(largest, np.abs(bias)), 0)
     bounds += 2.0**-149 if job.dtype == "float64" else 0
+    if of_torch and job.bits == 8:
+        bounds += np.minimum(ADDED, rows.high.astype(np.float64) - rows.low)
     if job.dtype in _HALF_UNITS:
         relative, absolute = _HALF_UNITS[job.dtype]
         bounds += np.minimum(bounds, relative * (largest + bounds) + absolute)

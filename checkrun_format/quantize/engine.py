@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import TypeVar
+
+import numpy as np
 
 from checkrun_format.errors import InvalidInputError
 
@@ -36,9 +37,9 @@ def set_threads(count: int | None) -> None:
         If it is not a whole number from 1 on.
     """
     global _threads, _pool
-    if count is not None and (isinstance(count, bool) or operator.index(count) < 1):
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1):
         raise InvalidInputError(f"threads must be a whole number from 1 on, or None, not {count!r}")
-    former, _threads, _pool = _pool, count, None
+    former, _threads, _pool = _pool, None if count is None else int(count), None
     if former is not None:
         former.shutdown(wait=False)
 
@@ -68,24 +69,30 @@ def spread(task: Callable[[slice], T], rows: int, columns: int) -> list[T]:
     slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     if len(slices) <= 1 or threads() == 1:
         return [task(piece) for piece in slices]
+    pool, futures = _executor(), []
     try:
-        futures = [_executor().submit(task, piece) for piece in slices]
-    except RuntimeError:  # the interpreter shuts down and starts no more threads
-        return [task(piece) for piece in slices]
+        for piece in slices:
+            futures.append(pool.submit(task, piece))  # noqa: PERF401 - those before an error are needed
+    except RuntimeError:  # no more threads: their number is limited, `set_threads` was called, the interpreter ends
+        pool.shutdown()  # waits for the piece, too, that it took although it raised
+        _forget_pool(pool)
+    rest = [task(piece) for piece in slices[len(futures) :]]
     wait(futures)  # nobody writes into the caller's memory after this returns
-    return [future.result() for future in futures]
+    return [*(future.result() for future in futures), *rest]
 
 
 def _executor() -> ThreadPoolExecutor:
     global _pool  # noqa: PLW0603 - made with the first large array, and anew in a forked process
-    if _pool is None:
-        _pool = ThreadPoolExecutor(threads(), thread_name_prefix="checkrun-quantize")
-    return _pool
+    pool = _pool  # which `set_threads` may take away meanwhile
+    if pool is None:
+        _pool = pool = ThreadPoolExecutor(threads(), thread_name_prefix="checkrun-quantize")
+    return pool
 
 
-def _forget_pool() -> None:
-    global _pool  # noqa: PLW0603 - its threads stay with the parent
-    _pool = None
+def _forget_pool(which: ThreadPoolExecutor | None = None) -> None:
+    global _pool  # noqa: PLW0603 - after a fork its threads stay with the parent
+    if which in (None, _pool):
+        _pool = None
 
 
 os.register_at_fork(after_in_child=_forget_pool)

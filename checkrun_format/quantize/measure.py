@@ -1,10 +1,11 @@
-"""How far decoded rows are from what was given, by a sample of them."""
+"""How far decoded rows are from what was given."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from checkrun_format.packing import row_pieces
 from checkrun_format.quantize.decode import F64, decode
 from checkrun_format.quantize.record import Array, Quantized
 
@@ -31,6 +32,22 @@ def sampled_l2(values: Array, quantized: Quantized) -> tuple[npt.NDArray[np.int6
     """
     rows = np.arange(0, len(values), max(1, len(values) // SAMPLE))
     rows = rows[~np.isnan(quantized.qparams[rows, 0])]
+    return rows, _norms(values, quantized, rows)
+
+
+def mean_l2(values: Array, quantized: Quantized) -> tuple[float, float] | None:
+    """The same two norms, means over all rows but the exact ones; None if all rows are exact.
+
+    Memory does not grow with the number of rows.
+    """
+    sums, count = np.zeros(2), 0
+    for piece in row_pieces(*values.shape):
+        rows = np.flatnonzero(~np.isnan(quantized.qparams[piece, 0])) + piece.start
+        sums, count = sums + _norms(values, quantized, rows).sum(0), count + len(rows)
+    return (float(sums[0] / count), float(sums[1] / count)) if count else None
+
+
+def _norms(values: Array, quantized: Quantized, rows: npt.NDArray[np.int64]) -> F64:
     given = values[rows].astype(np.float64)
     error = decode(quantized, rows=rows).astype(np.float64) - given
-    return rows, np.stack([np.sqrt((error**2).sum(1)), np.sqrt((given**2).sum(1))], axis=1)
+    return np.stack([np.sqrt((error**2).sum(1)), np.sqrt((given**2).sum(1))], axis=1)

@@ -6,9 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format.packing import U8
-from checkrun_format.quantize.decode import F32, reach
+from checkrun_format.quantize.decode import F32, F64, nearest_codes, reach
 from checkrun_format.quantize.record import Array
 from checkrun_format.quantize.search import codes_of
+
+ADDED = 1e-8
+"""What torch adds to the range of a row at 8 bits; its codes are off by as much of a step."""
 
 
 def torch_compat(
@@ -25,7 +28,8 @@ def torch_compat(
 
     At 4 and 2 bits as `embedding_bag_4bit_prepack` and `embedding_bag_2bit_prepack`, with `optimized_qparams=True`,
     `nbins` and `ratio` if `num_bins` is given; at 8 bits as `embedding_bag_byte_prepack`, which does not search, and
-    whose qparams are float32. The other widths, which torch does not have, as 4 and 2.
+    whose qparams are float32; float16 ones, which torch does not have there, get the nearest codes. The other widths,
+    which torch does not have either, as 4 and 2.
 
     torch's search takes a range as best only where the error is less than at both of the next steps; so at 2 bits and
     its default ratio of .16 it mostly finds nothing. `greedy` takes the best that it has seen.
@@ -42,6 +46,9 @@ def torch_compat(
     """
     if bits == 8:
         codes, qparams = _bytes(values, low, high)
+        if qparams_dtype == "float16":  # which torch does not have at 8 bits
+            qparams = qparams.astype(np.float16)
+            codes = nearest_codes(values, qparams, bits)
     else:
         columns = np.ascontiguousarray(values.T)
         if num_bins is not None:
@@ -50,12 +57,20 @@ def torch_compat(
         scale, inverse = _scale(high - bias, bits)
         codes = codes_of(columns, bias, inverse, _top(bits)).T.astype(np.uint8)
         qparams = np.stack([scale, bias], axis=1)
-    exact = ~(reach(values.min(1), values.max(1), qparams, bits) <= (values.max(1) - values.min(1)))
+    low, high = values.min(1), values.max(1)
+    exact = ~(narrow_reach(low, high, qparams, bits) <= high - low)
     return codes, qparams.astype(qparams_dtype), exact
 
 
+def narrow_reach(low: F32, high: F32, qparams: Array, bits: int) -> F64:
+    """The same as `reach`, but not more than to the first code: torch gives rows without a range the scale 1."""
+    bias = qparams[:, 1].astype(np.float64)
+    narrow: F64 = np.minimum(reach(low, high, qparams, bits), np.maximum(bias - low, high - bias))
+    return narrow
+
+
 def _bytes(values: F32, low: F32, high: F32) -> tuple[U8, F32]:
-    inverse = np.float32(255) / ((high - low) + np.float32(1e-8))
+    inverse = np.float32(255) / ((high - low) + np.float32(ADDED))
     codes = np.rint((values - low[:, None]) * inverse[:, None])
     return codes.astype(np.uint8), np.stack([(high - low) / np.float32(255), low], axis=1)
 

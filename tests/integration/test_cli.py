@@ -32,7 +32,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", 
 PROGRAM = [sys.executable, "-m", "checkrun_format.cli"]
 COMMANDS = (
     *("cat", "changes", "compact", "demo", "diff", "export", "import", "info"),
-    *("ls", "prune", "rollback", "tag", "tree", "verify"),
+    *("ls", "prune", "quantize-report", "rollback", "tag", "tree", "verify"),
 )
 ODD = "ads\n\x1b[31m🚀 / 表"
 GONE = "gone"
@@ -744,7 +744,7 @@ class TestErrors:
 class TestHelp:
     def test_the_commands_and_exit_codes(self) -> None:
         made = checkrun("--help")
-        assert re.findall(r"^  ([a-z]+)  ", made.stdout, re.MULTILINE) == list(COMMANDS)
+        assert re.findall(r"^  ([a-z][a-z-]*)  ", made.stdout, re.MULTILINE) == list(COMMANDS)
         assert re.findall(r"^    (\d+)  ", made.stdout, re.MULTILINE) == ["0", "1", "2", "3", "4", "5", "130", "141"]
 
     @pytest.mark.parametrize("command", COMMANDS)

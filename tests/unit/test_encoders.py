@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +163,40 @@ class TestTorch:
         assert q.exact_index.tolist() == [0, 1, 2, 3]
         assert np.array_equal(decode(q)[:4], values[:4], equal_nan=True)
 
+    @pytest.mark.parametrize("bits", [2, 4, 8])
+    def test_rows_of_one_float16_are_no_exact_rows(self, bits: int) -> None:
+        """As torch has them: rows that were never trained cost no more than others, and have no error."""
+        values = np.array([[0, 0, 0], [0.5, 0.5, 0.5], [-3, -3, -3]], F32)
+        q = encode(values, bits, "torch_compat")
+        assert (q.exact_index.tolist(), decode(q).tolist()) == ([], values.tolist())
+        assert q.error_bound <= 3 * 2.0**-20
+
+    def test_the_bound_holds_where_torch_takes_no_nearest_codes(self) -> None:
+        """At 8 bits torch adds 1e-8 to the range; and it has no float16 qparams there."""
+        small = np.array([[0, 0.4e-8, 1e-8]])
+        for dtype in (F32, np.float64):
+            q = encode(small.astype(dtype), 8, "torch_compat")
+            assert not q.exact_index.size
+            error = np.abs(decode(q).astype(np.float64) - small).max()
+            assert 4e-9 < error <= q.error_bound <= 1.1e-8
+        offset = np.array([[-4462.79, -4000.3, 12.3, 5418.36]], F32)
+        q = encode(offset, 8, "torch_compat", "float16")
+        assert np.abs(decode(q).astype(np.float64) - offset).max() <= q.error_bound < 40
+
 
 class TestTensors:
     """Tensors are encoded where they are, by torch's operators: here on the CPU."""
+
+    def test_ranges_about_the_least_float16_are_exact_in_the_same_rows(self) -> None:
+        values = rows("uniform", 400, 5) * np.logspace(-9, -2, 400, dtype=F32)[:, None]
+        for bits, name in ((1, "symmetric"), (1, "minmax"), (2, "symmetric"), (3, "minmax")):
+            found = encode(torch.from_numpy(values), bits, name, "float16")
+            with unittest.mock.patch.object(engine, "kernels", return_value=None):
+                wanted = encode(values, bits, name, "float16")
+            assert 0 < len(wanted.exact_index) < 400
+            assert found.exact_index.tolist() == wanted.exact_index.tolist()
+            assert np.array_equal(found.codes, wanted.codes)
+            assert np.array_equal(encode(values, bits, name, "float16").codes, wanted.codes)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("encoder", ["minmax", "symmetric"])
@@ -216,6 +250,7 @@ class TestTensors:
             (lambda: encode(torch.zeros(3), 4), "two dimensions"),
             (lambda: encode(torch.zeros((3, 3), dtype=torch.int64), 4), "floating"),
             (lambda: encode(torch.zeros((3, 3)), 4, "torch_compat"), "takes no tensors"),
+            (lambda: encode(torch.zeros((3, 3)), 4, qparams_dtype="float64"), "qparams_dtype must be one of"),
             (lambda: tensors.decode_tensor(encode(torch.zeros((3, 3)), 4), torch.zeros((3, 4))), "out must be float32"),
         ):
             with pytest.raises(InvalidInputError, match=told):
@@ -336,6 +371,53 @@ class TestEngine:
         assert engine.threads() == before
         with pytest.raises(InvalidInputError, match="whole number"):
             crf.quantize.set_threads(0)
+        for wrong in (True, 1.0, "2"):
+            with pytest.raises(InvalidInputError, match="whole number"):
+                crf.quantize.set_threads(wrong)  # type: ignore[arg-type]
+
+    def test_where_no_more_threads_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The pool has taken the piece for which it could not start a thread: it must be done before this returns."""
+        start, starts = threading.Thread.start, [0]
+        done: list[int] = []
+
+        def start_one(thread: threading.Thread) -> None:
+            starts[0] += 1
+            if starts[0] > 1:
+                refused.set()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        def task(piece: slice) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                refused.wait(60)
+                time.sleep(0.01)  # longer than the main thread needs for its pieces
+            done.append(int(piece.start))
+            return int(piece.start)
+
+        refused = threading.Event()
+        crf.quantize.set_threads(3)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", start_one)
+                found = engine.spread(task, 50_000, 64)
+            count = len(done)
+            assert found == sorted(found) and found[0] == 0 and len(found) > 5
+            assert sorted(done) == sorted([*found, found[1]])
+            assert count == len(found) + 1
+        finally:
+            crf.quantize.set_threads(None)
+
+    def test_threads_that_are_taken_away_meanwhile(self) -> None:
+        values = rows("normal", 60_000, 64)
+        whole, results = encode(values, 8), []
+        savers = [threading.Thread(target=lambda: results.append(encode(values, 8))) for _ in range(3)]
+        for saver in savers:
+            saver.start()
+        while any(saver.is_alive() for saver in savers):
+            crf.quantize.set_threads(2)
+            crf.quantize.set_threads(None)
+        assert len(results) == 3
+        assert all(np.array_equal(result.codes, whole.codes) for result in results)
 
     def test_without_a_folder_for_the_cache_and_after_fork(self, tmp_path: Path) -> None:
         """A cache that cannot be written is no error; a forked process makes threads of its own."""

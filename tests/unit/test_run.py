@@ -458,6 +458,39 @@ class TestBits:
         tables = {name: Table({"weight": weights()}) for name in ("emb[0].user", "emb0.user")}
         assert self.bits_used(run.save(State(tables=tables))) == {"emb[0].user/weight": 4, "emb0.user/weight": None}
 
+    def test_a_field_that_a_table_lacks(self, tmp_path: Path) -> None:
+        """Named for the table itself it is a mistake, in a pattern it may be that of another table."""
+        state = State(tables={"user": Table({"weight": weights()})})
+        run = crf.open_run(tmp_path / "a", "a", durable=False, bits={"user": {"wieght": 4}, "u*": 4})
+        with pytest.raises(crf.InvalidInputError, match="bits of table 'user': the table has no field 'wieght'"):
+            run.save(state)
+        assert run.latest(None) is None
+        run = crf.open_run(tmp_path / "b", "a", durable=False, bits={"u*": {"weight": 3, "exp_avg": 8}})
+        assert self.bits_used(run.save(state)) == {"user/weight": 3}
+        overridden = State(tables={"user": Table({"weight": weights()}, bits=None)})
+        run = crf.open_run(tmp_path / "c", "a", durable=False, bits={"user": {"wieght": 4}})
+        assert self.bits_used(run.save(overridden)) == {"user/weight": None}
+
+    def test_mixed_precision_keeps_sums_at_or_above_zero(self, tmp_path: Path) -> None:
+        """By whatever default encoder: a sum below 0 is NaN under the root of an optimizer."""
+        rng = np.random.default_rng(3)
+        sums = (rng.random((3000, 24)) ** 12).astype(np.float32) * 10.0 ** rng.integers(-12, 4, (3000, 1))
+        fields = {"weight": rng.normal(size=(3000, 24)).astype(np.float32), "exp_avg": sums.astype(np.float32)}
+        fields["exp_avg_sq"] = fields["exp_avg"] ** 2
+        for bits in range(1, 9):
+            run = crf.open_run(
+                tmp_path / str(bits),
+                "a",
+                durable=False,
+                bits={"us*": {"weight": 4, "exp_avg": bits, "exp_avg_sq": None}},
+            )
+            checkpoint = run.save(State(tables={"user": Table(fields)}))
+            used = {"user/weight": 4, "user/exp_avg": bits, "user/exp_avg_sq": None}
+            assert self.bits_used(checkpoint) == used
+            found = checkpoint.table("user").read()
+            assert found["exp_avg"].min() >= 0
+            assert bits_of(found["exp_avg_sq"]) == bits_of(fields["exp_avg_sq"])
+
     @pytest.mark.parametrize(
         ("override", "wanted"), [(None, None), (5, 5), ({"weight": 6}, 6), ({"weight": None}, None), ({}, None)]
     )
