@@ -20,7 +20,7 @@ def test_a_chain_is_restored_in_bounded_memory(tmp_path: Path, bits: int | None)
     """Less than the table takes: chunks on their way, those that are kept, and which rows are decided."""
     rng = np.random.default_rng(1)
     weight = rng.random((ROWS, COLUMNS), np.float32)
-    run = crf.open_run(tmp_path / "run", "a", durable=False, policy="consecutive", bits=bits)
+    run = crf.open_run(tmp_path / "run", "a", durable=False, policy="consecutive", bits=bits, encoder="minmax")
     run.save(crf.State(tables={"t": crf.Table({"weight": weight})}))
     for number in range(3):
         changed = np.flatnonzero(rng.random(ROWS, np.float32) < 0.1)
