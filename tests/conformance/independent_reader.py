@@ -30,11 +30,12 @@ STORED = {pair.split(":")[0]: pair.split(":")[-1] for pair in DTYPES.split()} | 
 LOGICAL = {name: np.dtype(TIMES.get(name) or getattr(ml_dtypes, name, name)) for name in STORED}
 KINDS = (("dense", None), ("keyed", "int64"), ("keyed", "uint64"))  # addressing and key_dtype of a table
 GROUP = {"zarr_format": 3, "node_type": "group"}
-TEXT, INTEGER, NUMBER = r'"([^"\\]|\\.)*"', r"\d{1,19}", r"null|[1-9]\d*"  # as JSON, like all values of a commit (5.2):
+TEXT, INTEGER, NUMBER, HASH = r'"([^"\\]|\\.)*"', r"\d{1,19}", r"null|[1-9]\d*", '"[0-9a-f]{64}"'  # as JSON (5.2):
 COMMIT = {"requires": rf"\[({TEXT}(, )?)*\]", "step": r"null|\d{1,19}", "created": TEXT, "attempt": '"[0-9a-f]{16,64}"'}
 COMMIT |= {"parent": NUMBER, "predecessor": NUMBER, "rollback_to": NUMBER, "restores": INTEGER, "stored_bytes": INTEGER}
-POLICY = {"name": TEXT, "reason": TEXT, "increments": INTEGER, "increments_bytes": INTEGER}
-FILE = {"bytes": INTEGER, "sha256": '"[0-9a-f]{64}"'}
+NOTE = {"increments": 0, "increments_bytes": 0}  # may be left out (COM-7)
+POLICY = dict.fromkeys(NOTE, INTEGER) | {"name": TEXT, "reason": TEXT}
+FILE = {"bytes": INTEGER, "sha256": HASH}
 
 
 class FormatError(Exception):  # what is wrong (`kind` is one of section 10), and in which place
@@ -66,8 +67,7 @@ def read_json(place: Path, told: Any = None) -> Any:  # the one that was meant, 
     return json.loads(text, parse_constant=int)  # int("NaN") fails, as it must
 
 
-def framed(place: Path, foreign: str = "damaged") -> Any:
-    """The `checkrun` object of a zarr.json (DOC-3); None in an empty object or a bare Zarr group (COM-2, RUN-1)."""
+def framed(place: Path, foreign: str = "damaged") -> Any:  # a document (DOC-3); None if empty or bare (COM-2, RUN-1)
     zarr: Any = read_json(place) if place.stat().st_size else GROUP
     group, attributes = zarr | GROUP == zarr, zarr.get("attributes", {})
     if "checkrun" not in attributes:
@@ -91,8 +91,7 @@ def open_run(path: str | Path) -> Path:  # the folder of a run (RUN-1)
     return run
 
 
-def read_commit(run: Path, n: int, lacking: str = "") -> Any:
-    """The commit of number n, or an error whose kind tells what stands there instead (COM-2)."""
+def read_commit(run: Path, n: int, lacking: str = "") -> Any:  # or an error that tells what stands there (COM-2)
     place = run / f"{n:08d}" / "zarr.json"
     must(place.exists(), place, "no such number", lacking or "checkpoint_not_found")
     with guard(place):
@@ -101,11 +100,7 @@ def read_commit(run: Path, n: int, lacking: str = "") -> Any:
         must(commit["kind"] != "pruned", place, "its data is gone", "pruned")
         must(commit["kind"] == "checkpoint", place, "no commit")
         if commit["format_version"] == VERSION:
-            pairs = (
-                (commit, COMMIT),
-                ({"increments": 0, "increments_bytes": 0} | commit["policy"], POLICY),
-                (commit["manifest"], FILE),
-            )
+            pairs = (commit, COMMIT), (NOTE | commit["policy"], POLICY), (commit["manifest"], FILE)
             right = all(re.fullmatch(like, json.dumps(some[key])) for some, keys in pairs for key, like in keys.items())
             must(right and place.stat().st_size <= 8192, place, "not as told in 5.2 (COM-2, COM-3)")
             parent, back, predecessor = (commit[key] or 0 for key in ("parent", "rollback_to", "predecessor"))

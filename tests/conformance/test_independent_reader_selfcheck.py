@@ -317,3 +317,8 @@ def test_strangers(run: Path) -> None:
         changes(run, 4, 6)
     (run / "00000001/zarr.json").write_bytes(b"")
     assert [kind(reader.Checkpoint, run, 1), kind(reader.Checkpoint(run, 2).table, "emb")] == ["burnt", "damaged"]
+
+
+def test_it_is_short() -> None:
+    """What a reader needs fits in 300 lines."""
+    assert len(Path(independent_reader.__file__).read_text().splitlines()) < 300
