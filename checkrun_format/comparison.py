@@ -185,10 +185,12 @@ def _batches(wanted: Wanted, step: int) -> Iterator[Wanted]:
 
 
 def differing_rows(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which rows of two arrays of the same shape and dtype differ in any bit."""
-    count = len(one)
-    bits = [np.ascontiguousarray(array).reshape(count, -1).view(np.uint8) for array in (one, other)]
-    differ: npt.NDArray[np.bool_] = (bits[0] != bits[1]).any(axis=1)
+    """Which rows of two arrays of the same shape and dtype differ in any bit: a NaN equals itself, the zeros differ."""
+    if not one.size:
+        return np.zeros(len(one), np.bool_)
+    bits = [np.ascontiguousarray(dtypes.to_stored(array)).reshape(len(array), -1) for array in (one, other)]
+    word = "u1" if bits[0].dtype.itemsize > 8 else f"u{bits[0].dtype.itemsize}"
+    differ: npt.NDArray[np.bool_] = (bits[0].view(word) != bits[1].view(word)).any(axis=1)
     return differ
 
 

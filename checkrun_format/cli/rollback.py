@@ -10,17 +10,14 @@ from checkrun_format.cli.census import open_history
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import WRITES, epilog
 from checkrun_format.cli.page import Page
-from checkrun_format.cli.successor import Successor
+from checkrun_format.cli.successor import AS_OBJECT, Successor
 from checkrun_format.tags import Tags
 
 
 @click.command(
     epilog=epilog(
         WRITES,
-        """
-        With --json: the new checkpoint, as of `checkrun ls`, and "run", "from"
-        (the checkpoint whose state it has), "layers" and "chain_bytes" of that one.
-        """,
+        AS_OBJECT,
         examples="""
         checkrun rollback my-run 41
         checkrun rollback my-run best

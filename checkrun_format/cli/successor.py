@@ -14,6 +14,12 @@ from checkrun_format.manifest import Commit
 from checkrun_format.run import Run, open_run
 from checkrun_format.stores import open_store
 
+AS_OBJECT = """
+With --json: the new checkpoint, as of `checkrun ls`, and "run", "from"
+(the checkpoint whose state it has), "layers" and "chain_bytes" of that one.
+"""
+"""For the help of the commands."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Successor:

@@ -9,6 +9,7 @@ import numpy as np
 
 from checkrun_format import blocks, dtypes, quantize
 from checkrun_format.blocks import EncodedField, EncodedRows, FieldPlan
+from checkrun_format.comparison import differing_rows
 from checkrun_format.interchange.contents import PIECE_BYTES, Array
 from checkrun_format.interchange.inventory import FileTable
 from checkrun_format.manifest import TableEntry
@@ -178,7 +179,7 @@ def _differing(way: FieldPlan, stored: EncodedField, values: Array, plans: _Plan
         differs = _other_bits(stored, fresh, len(values))
     if way.lossy and differs.any():
         places = np.flatnonzero(differs)
-        same = ~_rows_differ(_decoded(way, stored, places), values[places])
+        same = ~differing_rows(_decoded(way, stored, places), values[places])
         if same.any():  # such a row may encode to other bits than it is stored in
             plans.alike = False
             differs[places[same]] = False
@@ -192,10 +193,10 @@ def _other_bits(stored: EncodedField, fresh: EncodedField, count: int) -> Mask:
     both = exact[0] & exact[1]
     differs: Mask = exact[0] ^ exact[1]
     for name, array in stored.arrays.items():
-        differs |= _rows_differ(array, fresh.arrays[name]) & ~both
+        differs |= differing_rows(array, fresh.arrays[name]) & ~both
     if both.any():
         values = [encoded.exact_values[both[encoded.exact_index]] for encoded in (stored, fresh)]
-        differs[both] = _rows_differ(*values)
+        differs[both] = differing_rows(*values)
     return differs
 
 
@@ -213,16 +214,6 @@ def _decoded(way: FieldPlan, stored: EncodedField, places: Ids) -> Array:
     return values
 
 
-def _rows_differ(one: Array, other: Array) -> Mask:
-    """Which rows have other bits: a NaN equals itself, the zeros differ."""
-    if len(one) == 0:
-        return np.zeros(0, np.bool_)
-    bits = [np.ascontiguousarray(dtypes.to_stored(array)).reshape(len(array), -1) for array in (one, other)]
-    word = "u1" if bits[0].dtype.itemsize > 8 else f"u{bits[0].dtype.itemsize}"
-    differs: Mask = (bits[0].view(word) != bits[1].view(word)).any(axis=1)
-    return differs
-
-
 def same_bits(one: Array, other: Array) -> bool:
     """Whether two arrays have the same dtype, shape and bits."""
     if one.shape != other.shape or dtypes.name_of(one.dtype) != dtypes.name_of(other.dtype):
@@ -230,5 +221,5 @@ def same_bits(one: Array, other: Array) -> bool:
     flat = one.reshape(-1, 1), other.reshape(-1, 1)
     step = max(1, PIECE_BYTES // one.dtype.itemsize)
     return not any(
-        _rows_differ(*(array[low : low + step] for array in flat)).any() for low in range(0, len(flat[0]), step)
+        differing_rows(*(array[low : low + step] for array in flat)).any() for low in range(0, len(flat[0]), step)
     )

@@ -46,7 +46,7 @@ def set_threads(count: int | None) -> None:
 
 def threads() -> int:
     """How many threads encode and decode."""
-    return _threads or len(os.sched_getaffinity(0))
+    return _threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def kernels(elements: int) -> ModuleType | None:

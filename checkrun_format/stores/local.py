@@ -56,7 +56,7 @@ class LocalStore(Store):
     def open(self, key: str) -> io.RawIOBase | None:
         with _storage_errors(self._path(key)):
             try:
-                return _File(self._path(key))
+                return LocalFile(self._path(key))
             except (*_MISSING, IsADirectoryError):
                 return None
 
@@ -204,7 +204,7 @@ class LocalStore(Store):
             folder = os.path.dirname(folder)
 
 
-class _File(io.FileIO):
+class LocalFile(io.FileIO):
     """A file that is read; its errors are ours."""
 
     def readinto(self, buffer: Any, /) -> int | None:
