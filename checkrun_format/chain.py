@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections import OrderedDict
@@ -22,7 +23,8 @@ from checkrun_format.errors import (
 )
 from checkrun_format.manifest import Burnt, Commit, Pruned, TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.stores import Store
+from checkrun_format.stores import AlreadyExistsError, Store
+from checkrun_format.versions import FORMAT_VERSION
 
 _KEPT = 64
 """Checkpoints whose documents are kept in memory."""
@@ -57,6 +59,27 @@ class History:
             raise RunNotFoundError(f"{self.store.url} does not exist")
         else:
             raise NotARunError(f"{self.store.url} holds no run: it has no {layout.RUN_KEY}")
+
+    def create_run(self, document: bytes | None = None) -> None:
+        """Create the run document if there is none (RUN-1): the one that is given, or a new one.
+
+        Raises
+        ------
+        NotARunError
+            Something else is stored there.
+        """
+        if self.store.get(layout.RUN_KEY) is not None:
+            return
+        strangers = [name for name in self.store.folders() or () if not name.startswith(".")]
+        if strangers and self.store.get(layout.RUN_KEY) is None:
+            raise NotARunError(
+                f"{self.store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty "
+                "folder"
+            )
+        if document is None:
+            document = layout.group_document({"kind": "run", "format_version": FORMAT_VERSION, "requires": []})
+        with contextlib.suppress(AlreadyExistsError):  # another process created it just now: it is read next
+            self.store.create(layout.RUN_KEY, document)
 
     def numbers(self) -> list[int]:
         """The numbers that have a folder, occupied or not, in ascending order (TRE-1)."""

@@ -23,7 +23,8 @@ from checkrun_format.errors import DamagedError, PrunedError, UnsupportedFeature
 from checkrun_format.manifest import ArrayEntry, Pruned, parse_occupant
 from checkrun_format.stores import Buffer, Store
 
-_CHECKSUM = 4
+CHECKSUM_BYTES = 4
+"""At the end of each chunk object (ZAR-3)."""
 
 _SLICE_BYTES = 1 << 20
 """Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""
@@ -55,7 +56,7 @@ def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> Iterator[Buffer]:
         checksum = google_crc32c.extend(checksum, piece)
         yield piece
     yield padding
-    yield google_crc32c.extend(checksum, padding).to_bytes(_CHECKSUM, "little")
+    yield google_crc32c.extend(checksum, padding).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def required(store: Store, key: str) -> bytes:
@@ -93,9 +94,9 @@ def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArra
     UnsupportedFeatureError
         An unknown compression.
     """
-    payload = np.frombuffer(data, np.uint8)[:-_CHECKSUM]
-    if len(data) < _CHECKSUM or google_crc32c.value(payload) != int.from_bytes(data[-_CHECKSUM:], "little"):
-        raise _altered(place)
+    payload = np.frombuffer(data, np.uint8)[:-CHECKSUM_BYTES]
+    if len(data) < CHECKSUM_BYTES or google_crc32c.value(payload) != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
+        raise altered(place)
     if entry.compression is not None:
         payload = _decompress(payload, entry.compression, place)
     size = entry.chunk_rows * row_bytes(entry)
@@ -105,7 +106,8 @@ def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArra
     return rows[: entry.shape[0] - index * entry.chunk_rows]
 
 
-def _altered(place: str) -> DamagedError:
+def altered(place: str) -> DamagedError:
+    """The error of an object whose checksum is wrong."""
     return DamagedError(place, "its CRC-32C does not match: the object is truncated or altered")
 
 
@@ -196,17 +198,17 @@ class ChunkReader:
 
     def _straight(self, key: str, entry: ArrayEntry, out: npt.NDArray[Any]) -> None:
         payload = out.reshape(-1).view(np.uint8)
-        rest = np.empty(entry.chunk_rows * row_bytes(entry) - payload.size + _CHECKSUM, np.uint8)
+        rest = np.empty(entry.chunk_rows * row_bytes(entry) - payload.size + CHECKSUM_BYTES, np.uint8)
         checksum = 0
         with self._opened(key) as file:
             for low in range(0, payload.size, _SLICE_BYTES):
                 piece = payload[low : low + _SLICE_BYTES]
-                _fill(file, piece, key)
+                fill(file, piece, key)
                 checksum = google_crc32c.extend(checksum, piece)
-            _fill(file, rest, key)
-            checksum = google_crc32c.extend(checksum, rest[:-_CHECKSUM])
-            if checksum != int.from_bytes(rest[-_CHECKSUM:].tobytes(), "little") or file.read(1):
-                raise _altered(key)
+            fill(file, rest, key)
+            checksum = google_crc32c.extend(checksum, rest[:-CHECKSUM_BYTES])
+            if checksum != int.from_bytes(rest[-CHECKSUM_BYTES:].tobytes(), "little") or file.read(1):
+                raise altered(key)
 
     def _opened(self, key: str) -> RawIOBase | BytesIO:
         file = self._store.open(key)
@@ -222,12 +224,13 @@ class ChunkReader:
         return rows[start - first * entry.chunk_rows : stop - first * entry.chunk_rows]
 
 
-def _fill(file: RawIOBase | BytesIO, piece: npt.NDArray[np.uint8], place: str) -> None:
+def fill(file: RawIOBase | BytesIO, piece: npt.NDArray[np.uint8], place: str) -> None:
+    """Read as many bytes as the piece holds; an object that ends before is damaged."""
     view = memoryview(piece)  # type: ignore[arg-type]
     while view.nbytes:
         count = file.readinto(view)
         if not count:
-            raise _altered(place)
+            raise altered(place)
         view = view[count:]
 
 

@@ -13,7 +13,6 @@ from typing import Any, Final, Self, SupportsFloat
 
 import numpy as np
 
-from checkrun_format import layout
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
@@ -22,7 +21,6 @@ from checkrun_format.errors import (
     DamagedError,
     FallbackWarning,
     InvalidInputError,
-    NotARunError,
     PrunedError,
 )
 from checkrun_format.forecast import SavePlan
@@ -34,10 +32,9 @@ from checkrun_format.retention import Keep, Plan
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
 from checkrun_format.state import State, checked_encoder
-from checkrun_format.stores import AlreadyExistsError, Store, open_store
+from checkrun_format.stores import Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
-from checkrun_format.versions import FORMAT_VERSION
 from checkrun_format.writer import CHUNK_BYTES
 
 _REQUIRED: Final = object()
@@ -113,19 +110,6 @@ def open_run(
     return run
 
 
-def _create_run(store: Store) -> None:
-    """Create the run document if there is none (RUN-1)."""
-    if store.get(layout.RUN_KEY) is None:
-        strangers = [name for name in store.folders() or () if not name.startswith(".")]
-        if strangers and store.get(layout.RUN_KEY) is None:
-            raise NotARunError(
-                f"{store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty folder"
-            )
-        document = layout.group_document({"kind": "run", "format_version": FORMAT_VERSION, "requires": []})
-        with contextlib.suppress(AlreadyExistsError):  # another process created it just now: it is read next
-            store.create(layout.RUN_KEY, document)
-
-
 class Run:
     """One training history; from `open_run`."""
 
@@ -133,7 +117,7 @@ class Run:
         self._store = store
         self._history = History(store)
         if mode == "a":
-            _create_run(store)
+            self._history.create_run()
         self._history.check_run()
         self._mode = mode
         self._writing = Saver(store, self._history, options) if mode == "a" else None
