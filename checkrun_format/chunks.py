@@ -26,7 +26,7 @@ from checkrun_format.stores import Buffer, Store
 CHECKSUM_BYTES = 4
 """At the end of each chunk object (ZAR-3)."""
 
-_SLICE_BYTES = 1 << 20
+_SLICE_BYTES = 2 << 20
 """Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""
 
 
