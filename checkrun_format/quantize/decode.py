@@ -109,8 +109,10 @@ def decode_affine(
     kernels = engine.kernels(count * columns)
     place = None if kernels is None else _place(out)
     if kernels is not None and place is not None:
-        kernel = kernels.compiled(kernels.decode_rows)
-        engine.spread(_CompiledDecoding(kernel, codes, qparams, bits, columns, place, picked, target), count, columns)
+        kernel, widen = kernels.compiled(kernels.decode_rows), kernels.compiled(kernels.widen_rows)
+        engine.spread(
+            _CompiledDecoding(kernel, widen, codes, qparams, bits, columns, place, picked, target), count, columns
+        )
         return
     with np.errstate(all="ignore"):
         for piece in row_pieces(count, columns):
@@ -145,6 +147,7 @@ class _CompiledDecoding:
     """Decodes some of the rows to be decoded with the compiled kernel."""
 
     kernel: Callable[..., None]
+    widen: Callable[..., None]
     codes: U8
     qparams: Array
     bits: int
@@ -162,7 +165,7 @@ class _CompiledDecoding:
         gathered = self.picked is not None and self.codes.flags.c_contiguous  # by the kernel
         self.kernel(
             np.ascontiguousarray(self.codes if gathered else self.codes[some]).reshape(-1),
-            self.qparams[some].astype(np.float32).reshape(-1),
+            self._widened(self.qparams[some]),
             some if gathered else nothing,
             self.columns,
             self.bits,
@@ -171,6 +174,13 @@ class _CompiledDecoding:
             *flats,
             place.dtype == "bfloat16",
         )
+
+    def _widened(self, qparams: Array) -> F32:
+        if qparams.dtype != np.float16:
+            return np.ascontiguousarray(qparams, np.float32).reshape(-1)
+        wide = engine.scratch(qparams.size)
+        self.widen(np.ascontiguousarray(qparams).view(np.uint16).reshape(-1), False, wide)  # noqa: FBT003
+        return wide
 
 
 def nearest_codes(values: F32, qparams: Array, bits: int) -> U8:

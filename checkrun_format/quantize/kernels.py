@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from checkrun_format.quantize import lanes
-from checkrun_format.quantize.lanes import LANES
+from checkrun_format.quantize.lanes import HAS_HALVES, LANES, ROWS
 from checkrun_format.quantize.trials import NARROWEST, RISK
 
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
@@ -216,7 +216,7 @@ def _to_halves(values, out):
 
 
 def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
-    """`refine` or `greedy`: better scale and bias for those rows where it finds them; eight rows at a time.
+    """`refine` or `greedy`: better scale and bias for those rows where it finds them; many rows at a time.
 
     Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
     step and the number of steps.
@@ -227,13 +227,18 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
     error = np.empty(rows, F32)
     for r in range(rows):
         inverse[r] = F32(top / F32(high[r] - low[r]))
+    these = np.empty(LANES, np.int64)
     for start in range(0, rows, LANES):
         count = min(LANES, rows - start)
-        _normalize(flat, columns, start, count, low, inverse, values)
+        for l in range(LANES):
+            these[l] = min(start + l, rows - 1)
+        _normalize(flat, columns, these, low, inverse, values)
         if greedily:
             lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
-        else:
+        elif bits <= 4:
             lanes_refine(values, columns, top, options, options.size // 2, found)
+        else:
+            lanes_refine_by_rests(values, columns, top, options, options.size // 2, found)
         for l in range(count):
             origin[start + l] = found[l]
             width[start + l] = found[LANES + l]
@@ -264,47 +269,55 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
 
 
 lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
-lanes_normalize = lanes.normalize
+lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
+lanes_widen, lanes_narrow = lanes.widen, lanes.narrow
+lanes_codes, lanes_values, lanes_halves = lanes.codes_of_row, lanes.values_of_row, lanes.halves_of_row
 
 
 @register_jitable
-def _normalize(flat, columns, start, count, low, inverse, values):
-    """Rows to lanes, in steps of `minmax`; lanes without a row are 0."""
-    done, given = 0, np.zeros(2 * LANES, F32)
-    for l in range(count):
-        given[l] = low[start + l]
-        given[LANES + l] = inverse[start + l]
-    if count == LANES:
-        lanes_normalize(flat, start * columns, columns, columns // LANES, given, values)
-        done = columns // LANES * LANES
-    else:
-        values[: columns * LANES] = F32(0)
-    for j in range(done, columns):
-        for l in range(count):
-            values[j * LANES + l] = F32(F32(flat[(start + l) * columns + j] - given[l]) * given[LANES + l])
+def _normalize(flat, columns, these, low, inverse, values):
+    """LANES rows to lanes, in steps of `minmax`."""
+    given, starts = np.empty(2 * LANES, F32), np.empty(LANES, np.int64)
+    for l in range(LANES):
+        r = these[l]
+        starts[l] = r * columns
+        given[l] = low[r]
+        given[LANES + l] = inverse[r]
+    for begin in range(0, LANES, ROWS):
+        part = values[begin * columns : (begin + ROWS) * columns]
+        if columns >= ROWS:
+            lanes_normalize(flat, starts[begin:], columns, given[begin:], part)
+            continue
+        for j in range(columns):
+            for l in range(ROWS):
+                n = begin + l
+                part[j * ROWS + l] = F32(F32(flat[starts[n] + j] - given[n]) * given[LANES + n])
 
 
 @register_jitable
 def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
     """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
-    given, errors = np.ones(2 * LANES, F32), np.empty(2 * LANES, F32)
-    for start in range(0, better.size, LANES):
-        count = min(LANES, better.size - start)
-        risky = False
-        for r in range(start, start + count):
-            risky |= better[r] == 2
-        if not risky:
+    given, errors = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
+    these = np.empty(LANES, np.int64)
+    count = 0
+    for r in range(better.size):
+        if better[r] == 2:
+            these[count] = r
+            count += 1
+        if count == 0 or (count < LANES and r < better.size - 1):
             continue
-        _normalize(flat, columns, start, count, low, inverse, values)
+        for l in range(count, LANES):
+            these[l] = these[0]
+        _normalize(flat, columns, these, low, inverse, values)
         for which in range(2):
-            for l in range(count):
-                r = start + l
-                given[l] = F32(F32((new_bias[r] if which else bias[r]) - low[r]) * inverse[r])
-                given[LANES + l] = F32((new_scale[r] if which else scale[r]) * inverse[r])
+            for l in range(LANES):
+                n = these[l]
+                given[l] = F32(F32((new_bias[n] if which else bias[n]) - low[n]) * inverse[n])
+                given[LANES + l] = F32((new_scale[n] if which else scale[n]) * inverse[n])
             lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :])
         for l in range(count):
-            if better[start + l] == 2:
-                better[start + l] = U8(errors[LANES + l] <= errors[l])
+            better[these[l]] = U8(errors[LANES + l] <= errors[l])
+        count = 0
 
 
 @register_jitable
@@ -371,6 +384,10 @@ def _add_halves(values, exact, pairs, shift):
 
 @register_jitable
 def _codes(flat, columns, rows, scale, bias, top, out, stride):
+    if columns >= ROWS:
+        for r in range(rows):
+            lanes_codes(flat, r * columns, columns, scale[r], bias[r], top, out, r * stride)
+        return
     for r in range(rows):
         row = flat[r * columns : (r + 1) * columns]
         line = out[r * stride : r * stride + columns]
@@ -496,6 +513,10 @@ def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, sing
 
 @register_jitable
 def _affine_single(codes, stride, columns, rows, scale, bias, at, out):
+    if columns >= ROWS:
+        for k in range(rows):
+            lanes_values(codes, k * stride, columns, scale[k], bias[k], F32(0), out, at[k])
+        return
     for k in range(rows):
         row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
         s, b = scale[k], bias[k]
@@ -514,6 +535,10 @@ def _affine_double(codes, stride, columns, rows, scale, bias, at, out):
 
 @register_jitable
 def _affine_half(codes, stride, columns, rows, scale, bias, at, out, brain, values, lifted):
+    if HAS_HALVES and not brain and columns >= ROWS:
+        for k in range(rows):
+            lanes_halves(codes, k * stride, columns, scale[k], bias[k], F32(0), out, at[k])
+        return
     start = np.arange(rows) * columns
     _affine_single(codes, stride, columns, rows, scale, bias, start, values)
     together = True
@@ -599,6 +624,10 @@ def _narrow(line, brain, lifted, out):
             quiet = U32(U32(b >> U32(16)) | U32(0x40))
             out[j] = U16(quiet if U32(b & U32(0x7FFFFFFF)) > U32(0x7F800000) else rounded)
         return
+    if HAS_HALVES:
+        done = line.size // ROWS * ROWS
+        lanes_narrow(line, out, line.size // ROWS)
+        line, bits, out = line[done:], bits[done:], out[done:]
     for j in range(line.size):
         lifted[j] = F32(abs(line[j]) + F32(0.5))  # floats there are 2^-24 apart, as are subnormal halves
     small = lifted.view(I32)
@@ -619,6 +648,10 @@ def widen_rows(halves, brain, out):
         for j in range(halves.size):
             bits[j] = I32(halves[j]) << I32(16)
         return
+    if HAS_HALVES:
+        done = halves.size // ROWS * ROWS
+        lanes_widen(halves, out, halves.size // ROWS)
+        halves, bits, out = halves[done:], bits[done:], out[done:]
     for j in range(halves.size):
         h = I32(halves[j])
         bits[j] = I32(I32(h & I32(0x7FFF)) << I32(13))
