@@ -68,7 +68,7 @@ class LocalStore(Store):
     def open(self, key: str) -> io.RawIOBase | None:
         with _storage_errors(self._path(key)):
             try:
-                return LocalFile(self._path(key))
+                return LocalFile(open(self._path(key), "rb", buffering=0))
             except (*_MISSING, IsADirectoryError):
                 return None
 
@@ -224,8 +224,8 @@ class LocalFile(io.RawIOBase):
     cannot be populated is read.
     """
 
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
         self._pages = _mapped(self._file.fileno())
         self._at = 0
 

@@ -554,6 +554,7 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(store: LocalStore, mo
     with pytest.raises(StorageError, match=r"run/a: Input/output error") as raised:
         file.readinto(bytearray(10))
     assert raised.value.errno == errno.EIO
+    file.close()
 
 
 class FailingFile(io.RawIOBase):
