@@ -31,9 +31,13 @@ from checkrun_format.manifest import (
     TableEntry,
     TensorEntry,
 )
-from checkrun_format.rows import Ids, Mask, Selection
+from checkrun_format.movement import scatter
+from checkrun_format.rows import Ids, Mask, Selection, length, span, within
 from checkrun_format.stores import Store
 from checkrun_format.workers import Workers
+
+_READ_BYTES = 1 << 20
+"""What is read at a time, and decoded while it is in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +327,16 @@ class Block:
             raise DamagedError(self._group, f"its row-aligned arrays are cut at {sorted(cuts)} rows (BLK-2)")
         return cuts.pop()
 
-    def row_bytes(self, f: BlockField) -> int:
-        """Bytes of one stored row of a field."""
+    def held_bytes(self, f: BlockField, positions: Selection) -> int:
+        """Bytes of memory that reading rows of a field from one chunk takes, about."""
         names = (f"{f.name}.{array}" for array in ("codes", "qparams", "values"))
-        return sum(row_bytes(self.entry.arrays[name]) for name in names if name in self.entry.arrays)
+        entries = [self.entry.arrays[name] for name in names if name in self.entry.arrays]
+        width = sum(map(row_bytes, entries))
+        if self._shared:
+            return length(positions) * width
+        chunk = self.chunk_rows * width
+        listed = 0 if isinstance(positions, slice) else 2 * positions.nbytes
+        return listed + (min(chunk, _READ_BYTES) if all(e.compression is None for e in entries) else 2 * chunk)
 
     def _chunk(self, name: str, dtype: str, row_shape: tuple[int, ...], index: int) -> npt.NDArray[Any]:
         entry = self.array(name, dtype, (self.entry.rows, *row_shape))
@@ -413,8 +423,11 @@ class Block:
             if target is not None:
                 self._chunks.into(self.place(name), entry, index, positions, target, shared=self._shared)
                 return
-        values = self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
-        out[dest] = dtypes.from_stored(values, f.dtype or "")[positions].astype(out.dtype, copy=False)
+        edges, step = span(positions), self._step(name)
+        for low, values in self._chunks.slices(self.place(name), entry, index, edges, step, shared=self._shared):
+            some, places = within(positions, dest, low, low + step)
+            if length(some):
+                scatter(dtypes.from_stored(values, f.dtype or ""), some, out, places)
 
     def _stored(self, f: BlockField) -> str:
         if f.dtype not in dtypes.STORED:
@@ -424,22 +437,40 @@ class Block:
     def _decode_affine(
         self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
     ) -> None:
-        codes, qparams = self.affine(f, index)
-        rows = None if isinstance(positions, slice) else positions
-        if isinstance(positions, slice):
-            codes, qparams = codes[positions], qparams[positions]
-        target, to = (out[dest], None) if isinstance(dest, slice) else (out, dest)
-        quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, target, rows=rows, dest=to)
+        arrays, edges = self._affine_arrays(f), span(positions)
+        step = self._step(*arrays)
+        codes_of, qparams_of = (
+            self._chunks.slices(self.place(name), entry, index, edges, step, shared=self._shared)
+            for name, entry in arrays.items()
+        )
+        for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
+            some, places = within(positions, dest, low, low + step)
+            if length(some):
+                quantize.scatter_affine(codes, qparams, f.bits or 0, f.columns or 0, out, rows=some, dest=places)
+
+    def _step(self, *names: str) -> int:
+        """Rows that are read at a time."""
+        return max(1, _READ_BYTES // sum(row_bytes(self.entry.arrays[name]) for name in names))
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""
+        codes, qparams = (
+            self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
+            for name, entry in self._affine_arrays(f).items()
+        )
+        return codes, qparams
+
+    def _affine_arrays(self, f: BlockField) -> dict[str, ArrayEntry]:
         if f.columns is None or f.bits is None or not 1 <= f.bits <= 8:
             raise DamagedError(self._group, f"affine field {f.name!r} with {f.bits} bits and {f.columns} columns")
-        width = packing.packed_width(f.columns, f.bits)
-        codes = self._chunk(f"{f.name}.codes", "uint8", (width,), index)
-        entry = self.entry.arrays.get(f"{f.name}.qparams")
+        codes, qparams = f"{f.name}.codes", f"{f.name}.qparams"
+        entry = self.entry.arrays.get(qparams)
         dtype = "float32" if entry is not None and entry.dtype == "float32" else "float16"
-        return codes, self._chunk(f"{f.name}.qparams", dtype, (2,), index)
+        width = packing.packed_width(f.columns, f.bits)
+        return {
+            codes: self.array(codes, "uint8", (self.entry.rows, width)),
+            qparams: self.array(qparams, dtype, (self.entry.rows, 2)),
+        }
 
     def values(self, f: BlockField, index: int) -> npt.NDArray[Any]:
         """Values of a raw field of one row chunk, as stored."""

@@ -182,11 +182,15 @@ class WantedRange:
     def among_ids(self, ids: Ids) -> tuple[Selection, Selection]:
         """The same among ascending ids."""
         low, high = np.searchsorted(ids, [self.first, self.stop])
-        return slice(int(low), int(high)), ids[low:high] - self.first
+        return slice(int(low), int(high)), ids[low:high] - self.first if self.first else ids[low:high]
 
     def touches(self, low: int, high: int) -> bool:
         """Whether any row of low..high (inclusive) is wanted."""
         return low < self.stop and high >= self.first
+
+    def section(self, low: int, high: int) -> WantedRange:
+        """Those of places low..high-1."""
+        return WantedRange(self.first + low, self.first + high)
 
     def ids(self) -> Ids:
         """The wanted rows."""
@@ -220,6 +224,10 @@ class WantedIds:
         start = int(np.searchsorted(self.wanted, low))
         return start < self.wanted.size and int(self.wanted[start]) <= high
 
+    def section(self, low: int, high: int) -> WantedIds:
+        """Those of places low..high-1."""
+        return WantedIds(self.wanted[low:high])
+
     def ids(self) -> Ids:
         """The wanted rows or keys."""
         return self.wanted
@@ -233,13 +241,11 @@ def length(selection: Selection) -> int:
     return selection.stop - selection.start if isinstance(selection, slice) else int(selection.size)
 
 
-def keep(selection: Selection, mask: Mask) -> Selection:
-    """The positions of a selection for which a mask of the same length is true."""
-    if bool(mask.all()):
-        return selection
+def shifted(selection: Selection, by: int) -> Selection:
+    """The same positions counted from elsewhere."""
     if isinstance(selection, slice):
-        return np.asarray(np.flatnonzero(mask) + selection.start)
-    return selection[mask]
+        return slice(selection.start + by, selection.stop + by)
+    return selection + by if by else selection
 
 
 def as_slice(selection: Selection) -> Selection:
@@ -250,3 +256,42 @@ def as_slice(selection: Selection) -> Selection:
     if last - first + 1 == selection.size and bool((np.diff(selection) == 1).all()):
         return slice(first, last + 1)
     return selection
+
+
+def pick(selection: Selection, kept: Selection) -> Selection:
+    """Those of some positions that `kept` numbers, both ascending.
+
+    Examples
+    --------
+    >>> pick(slice(10, 20), np.array([0, 3])).tolist(), pick(np.array([2, 4, 9]), slice(1, 3)).tolist()
+    ([10, 13], [4, 9])
+    """
+    if not isinstance(selection, slice):
+        return as_slice(selection[kept])
+    return shifted(kept, selection.start)
+
+
+def span(selection: Selection) -> tuple[int, int]:
+    """The lowest of ascending positions, of which there are some, and one more than the highest."""
+    if isinstance(selection, slice):
+        return selection.start, selection.stop
+    return int(selection[0]), int(selection[-1]) + 1
+
+
+def within(positions: Selection, places: Selection, low: int, high: int) -> tuple[Selection, Selection]:
+    """The positions from `low` to `high` - 1, counted from `low`, and the places that belong to them.
+
+    Examples
+    --------
+    >>> within(slice(3, 9), np.array([0, 1, 5, 6, 7, 9]), 4, 6)
+    (slice(0, 2, None), array([1, 5]))
+    """
+    if isinstance(positions, slice):
+        first, stop = (min(max(edge, positions.start), positions.stop) - positions.start for edge in (low, high))
+        chosen: Selection = slice(first + positions.start - low, stop + positions.start - low)
+    else:
+        first, stop = np.searchsorted(positions, [low, high]).tolist()
+        chosen = positions[first:stop] - low
+    if isinstance(places, slice):
+        return chosen, slice(places.start + first, places.start + stop)
+    return chosen, places[first:stop]

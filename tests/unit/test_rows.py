@@ -21,9 +21,12 @@ from checkrun_format.rows import (
     as_slice,
     check_bounds,
     is_in_sorted,
-    keep,
     length,
+    pick,
+    shifted,
     sorted_ids,
+    span,
+    within,
 )
 
 LOW, HIGH = -(2**63), 2**63 - 1
@@ -197,11 +200,28 @@ def test_membership_equals_a_set(seed: int) -> None:
 
 @pytest.mark.parametrize("selection", [slice(4, 8), ids(4, 5, 6, 7), ids(1, 3, 9, 20)], ids=str)
 @pytest.mark.parametrize("bits", [0b0000, 0b1111, 0b0101, 0b1000])
-def test_keep(selection: Selection, bits: int) -> None:
-    mask = np.array([bool(bits >> n & 1) for n in range(4)])
-    wanted = [row for row, kept in zip(listed(selection), mask.tolist(), strict=True) if kept]
-    assert listed(keep(selection, mask)) == wanted
-    assert length(keep(selection, mask)) == len(wanted)
+def test_pick(selection: Selection, bits: int) -> None:
+    kept = as_slice(ids(*(n for n in range(4) if bits >> n & 1)))
+    wanted = [listed(selection)[n] for n in listed(kept)]
+    assert listed(pick(selection, kept)) == wanted
+    assert length(pick(selection, kept)) == len(wanted)
+    assert listed(shifted(selection, 5)) == [position + 5 for position in listed(selection)]
+
+
+@pytest.mark.parametrize("positions", [slice(4, 8), ids(1, 3, 9, 20)], ids=str)
+@pytest.mark.parametrize("places", [slice(10, 14), ids(0, 2, 5, 6)], ids=str)
+def test_within(positions: Selection, places: Selection) -> None:
+    """Slices of any length, taken one after another, have every position with its place."""
+    pairs = list(zip(listed(positions), listed(places), strict=True))
+    low, high = span(positions)
+    assert (low, high) == (pairs[0][0], pairs[-1][0] + 1)
+    for step in (1, 3, 30):
+        found = []
+        for start in range(0, 30, step):
+            some, there = within(positions, places, start, start + step)
+            found += list(zip([start + at for at in listed(some)], listed(there), strict=True))
+            assert all(0 <= at < step for at in listed(some))
+        assert found == pairs
 
 
 @pytest.mark.parametrize(
