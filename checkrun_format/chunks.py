@@ -159,6 +159,11 @@ class ChunkReader:
         self._lock = threading.Lock()
         self._free: list[npt.NDArray[np.uint8]] = []
 
+    @property
+    def streams(self) -> bool:
+        """Whether the store reads an object piece by piece, and does not hold it as a whole."""
+        return type(self._store).open is not Store.open
+
     def chunk(self, array_key: str, entry: ArrayEntry, index: int, *, shared: bool) -> npt.NDArray[Any]:
         """Chunk `index` of the array at `array_key`; errors as of `required` and `decode`."""
         key = f"{array_key}/{layout.chunk_name(index, len(entry.shape))}"

@@ -32,7 +32,7 @@ from checkrun_format.manifest import (
     TensorEntry,
 )
 from checkrun_format.movement import scatter
-from checkrun_format.rows import Ids, Mask, Selection, length, span, within
+from checkrun_format.rows import Ids, Mask, Moves, Selection, length
 from checkrun_format.stores import Store
 from checkrun_format.workers import Workers
 
@@ -327,16 +327,18 @@ class Block:
             raise DamagedError(self._group, f"its row-aligned arrays are cut at {sorted(cuts)} rows (BLK-2)")
         return cuts.pop()
 
-    def held_bytes(self, f: BlockField, positions: Selection) -> int:
+    def held_bytes(self, f: BlockField, moves: Moves) -> int:
         """Bytes of memory that reading rows of a field from one chunk takes, about."""
         names = (f"{f.name}.{array}" for array in ("codes", "qparams", "values"))
         entries = [self.entry.arrays[name] for name in names if name in self.entry.arrays]
         width = sum(map(row_bytes, entries))
-        if self._shared:
-            return length(positions) * width
         chunk = self.chunk_rows * width
-        listed = 0 if isinstance(positions, slice) else 2 * positions.nbytes
-        return listed + (min(chunk, _READ_BYTES) if all(e.compression is None for e in entries) else 2 * chunk)
+        if self._shared:
+            low, high = moves.span
+            return moves.nbytes + min(chunk, (high - low) * width)
+        if all(entry.compression is None for entry in entries):
+            return moves.nbytes + (min(chunk, _READ_BYTES) if self._chunks.streams else chunk)
+        return moves.nbytes + 2 * chunk
 
     def _chunk(self, name: str, dtype: str, row_shape: tuple[int, ...], index: int) -> npt.NDArray[Any]:
         entry = self.array(name, dtype, (self.entry.rows, *row_shape))
@@ -389,64 +391,59 @@ class Block:
         unpacked = np.unpackbits(bits, bitorder="little").view(np.bool_)
         return unpacked[part.offset - first * 8 : part.offset - first * 8 + part.count]
 
-    def decode(
-        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def decode(self, f: BlockField, field: Field, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
         """Put rows of one field into `out`.
 
         Parameters
         ----------
         index : int
             The row chunk.
-        positions : slice or array
-            Ascending positions within that chunk.
+        moves : Moves
+            From that chunk to rows of `out`.
         out : array (n, columns) or (n,)
             The columns that the part holds, in the field's logical dtype.
-        dest : slice or array
-            Where in `out` each position goes.
         """
         if f.encoding == "affine":
-            self._decode_affine(f, index, positions, out, dest)
+            self._decode_affine(f, index, moves, out)
         elif f.encoding == "raw":
-            self._decode_raw(f, index, positions, out, dest)
+            self._decode_raw(f, index, moves, out)
         else:
             raise UnsupportedFeatureError(f"{self._group}: unknown encoding {f.encoding!r} of field {f.name!r}")
-        self._put_exact(f, field, index, positions, out, dest)
+        self._put_exact(f, field, index, moves, out)
 
-    def _decode_raw(
-        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def _decode_raw(self, f: BlockField, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
         name, stored = f"{f.name}.values", self._stored(f)
         entry = self.array(name, stored, (self.entry.rows, *(() if f.columns is None else (f.columns,))))
-        if isinstance(positions, slice) and isinstance(dest, slice) and f.dtype == dtypes.name_of(out.dtype):
-            target = dtypes.as_stored(out[dest])
+        positions, places = moves.given, moves.to
+        run = moves.kept is None and isinstance(positions, slice) and isinstance(places, slice)
+        if run and f.dtype == dtypes.name_of(out.dtype):
+            target = dtypes.as_stored(out[places])
             if target is not None:
+                assert isinstance(positions, slice)
                 self._chunks.into(self.place(name), entry, index, positions, target, shared=self._shared)
                 return
-        edges, step = span(positions), self._step(name)
-        for low, values in self._chunks.slices(self.place(name), entry, index, edges, step, shared=self._shared):
-            some, places = within(positions, dest, low, low + step)
+        step = self._step(name)
+        for low, values in self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared):
+            some, to = moves.within(low, low + step)
             if length(some):
-                scatter(dtypes.from_stored(values, f.dtype or ""), some, out, places)
+                scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
 
     def _stored(self, f: BlockField) -> str:
         if f.dtype not in dtypes.STORED:
             raise UnsupportedFeatureError(f"{self._group}: unknown dtype {f.dtype!r} of field {f.name!r}")
         return dtypes.STORED[f.dtype]
 
-    def _decode_affine(
-        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
-        arrays, edges = self._affine_arrays(f), span(positions)
+    def _decode_affine(self, f: BlockField, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
+        arrays = self._affine_arrays(f)
         step = self._step(*arrays)
         codes_of, qparams_of = (
-            self._chunks.slices(self.place(name), entry, index, edges, step, shared=self._shared)
+            self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared)
             for name, entry in arrays.items()
         )
         for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
-            some, places = within(positions, dest, low, low + step)
+            some, to = moves.within(low, low + step)
             if length(some):
-                quantize.scatter_affine(codes, qparams, f.bits or 0, f.columns or 0, out, rows=some, dest=places)
+                quantize.scatter_affine(codes, qparams, f.bits or 0, f.columns or 0, out, rows=some, dest=to)
 
     def _step(self, *names: str) -> int:
         """Rows that are read at a time."""
@@ -496,13 +493,12 @@ class Block:
         entry = self.array(name, dtypes.STORED[field.dtype], shape)
         return index, self._rows(name, entry, 0, count)
 
-    def _put_exact(
-        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def _put_exact(self, f: BlockField, field: Field, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
         exact_index, exact_values = self.exact(f, field)
-        places, found = exact_among(exact_index, index * self.chunk_rows, positions)
-        if places.size:
-            target = places + dest.start if isinstance(dest, slice) else dest[places]
+        if exact_index.size:
+            places, found = exact_among(exact_index, index * self.chunk_rows, moves.positions)
+            to = moves.places
+            target = places + to.start if isinstance(to, slice) else to[places]
             out[target] = dtypes.from_stored(exact_values[found], field.dtype)
 
 

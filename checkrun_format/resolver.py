@@ -19,14 +19,13 @@ from checkrun_format.reader import Block, Part, StoredCheckpoint, exact_among
 from checkrun_format.rows import (
     Ids,
     Mask,
+    Moves,
     Selection,
     Wanted,
     WantedIds,
-    as_slice,
     check_bounds,
     is_in_sorted,
     length,
-    pick,
     shifted,
 )
 from checkrun_format.workers import Workers
@@ -44,10 +43,18 @@ class Piece:
     block: Block
     part: Part
     chunk: int
-    positions: Selection
-    """Within the chunk, ascending."""
-    places: Selection
-    """Among the wanted rows."""
+    moves: Moves
+    """From the chunk to the wanted rows."""
+
+    @property
+    def positions(self) -> Selection:
+        """Within the chunk, ascending."""
+        return self.moves.positions
+
+    @property
+    def places(self) -> Selection:
+        """Among the wanted rows."""
+        return self.moves.places
 
 
 class Coverage:
@@ -82,8 +89,8 @@ class Coverage:
             self._hit: Mask = np.zeros(self._undecided.size, np.bool_)
             self._masks = {start: np.zeros(self._undecided.size, np.bool_) for start in starts}
 
-    def add(self, part: Part, places: Selection) -> Selection:
-        """Note the wanted rows that a part holds; return which of them no newer layer supplies."""
+    def add(self, part: Part, places: Selection) -> Mask | None:
+        """Note the wanted rows that a part holds; return which of them no newer layer supplies, None for all."""
         if self._masks is None:
             try:
                 return self._claims.claim(places)
@@ -96,7 +103,7 @@ class Coverage:
                         raise self._twice()
                     self._masks[name, cut][places] = True
         self._hit[places] = True
-        return as_slice(np.flatnonzero(self._undecided[places]))
+        return self._undecided[places]
 
     def check(self) -> None:
         """Once all parts are noted: every row that was hit was hit in all fields and columns."""
@@ -138,7 +145,7 @@ def pieces(layers: Layers, wanted: Wanted, at_a_time: int = 1 << 26) -> Iterator
     """
     for low in range(0, len(wanted), at_a_time):
         for piece in _pieces(layers, wanted.section(low, min(low + at_a_time, len(wanted)))):
-            yield piece if low == 0 else replace(piece, places=shifted(piece.places, low))
+            yield piece if low == 0 else replace(piece, moves=piece.moves.shifted(low))
 
 
 def _pieces(layers: Layers, wanted: Wanted) -> Iterator[Piece]:
@@ -167,8 +174,8 @@ def _pieces_of(
     block = layer.block(part)
     for chunk, positions, places in _located(entry, block, part, wanted):
         kept = coverage.add(part, places)
-        if length(kept):
-            yield Piece(layer, block, part, chunk, pick(positions, kept), pick(places, kept))
+        if kept is None or kept.any():
+            yield Piece(layer, block, part, chunk, Moves(positions, places, kept))
 
 
 def _located(entry: TableEntry, block: Block, part: Part, wanted: Wanted) -> Iterator[tuple[int, Selection, Selection]]:
@@ -304,7 +311,7 @@ def fill(
             if f.name not in fields:
                 continue
             task = functools.partial(_fill_field, piece, f, fields[f.name], start, out[f.name], columns[f.name])
-            workers.run(piece.block.held_bytes(f, piece.positions), task)
+            workers.run(piece.block.held_bytes(f, piece.moves), task)
 
 
 def read_rows(layers: Layers, wanted: Wanted, fields: Sequence[Field]) -> dict[str, npt.NDArray[Any]]:
@@ -321,18 +328,19 @@ def _fill_field(
 ) -> None:
     decode = piece.block.decode
     if f.columns is None:
-        decode(f, field, piece.chunk, piece.positions, out, piece.places)
+        decode(f, field, piece.chunk, piece.moves, out)
         return
     low, high = max(start, columns[0]), min(start + f.columns, columns[1])
     if low >= high:
         return
     target = out[:, low - columns[0] : high - columns[0]]
     if (low, high) == (start, start + f.columns):
-        decode(f, field, piece.chunk, piece.positions, target, piece.places)
+        decode(f, field, piece.chunk, piece.moves, target)
         return
-    count = length(piece.positions)
+    positions = piece.positions
+    count = length(positions)
     wide = np.empty((count, f.columns), out.dtype)
-    decode(f, field, piece.chunk, piece.positions, wide, slice(0, count))
+    decode(f, field, piece.chunk, Moves(positions, slice(0, count)), wide)
     target[piece.places] = wide[:, low - start : high - start]
 
 

@@ -271,27 +271,70 @@ def pick(selection: Selection, kept: Selection) -> Selection:
     return shifted(kept, selection.start)
 
 
-def span(selection: Selection) -> tuple[int, int]:
-    """The lowest of ascending positions, of which there are some, and one more than the highest."""
-    if isinstance(selection, slice):
-        return selection.start, selection.stop
-    return int(selection[0]), int(selection[-1]) + 1
-
-
-def within(positions: Selection, places: Selection, low: int, high: int) -> tuple[Selection, Selection]:
-    """The positions from `low` to `high` - 1, counted from `low`, and the places that belong to them.
+def within(positions: Selection, low: int, high: int) -> slice:
+    """Which of some ascending positions are from `low` to `high` - 1.
 
     Examples
     --------
-    >>> within(slice(3, 9), np.array([0, 1, 5, 6, 7, 9]), 4, 6)
-    (slice(0, 2, None), array([1, 5]))
+    >>> within(slice(3, 9), 4, 60), within(np.array([2, 4, 9]), 4, 9)
+    (slice(1, 6, None), slice(1, 2, None))
     """
     if isinstance(positions, slice):
         first, stop = (min(max(edge, positions.start), positions.stop) - positions.start for edge in (low, high))
-        chosen: Selection = slice(first + positions.start - low, stop + positions.start - low)
-    else:
-        first, stop = np.searchsorted(positions, [low, high]).tolist()
-        chosen = positions[first:stop] - low
-    if isinstance(places, slice):
-        return chosen, slice(places.start + first, places.start + stop)
-    return chosen, places[first:stop]
+        return slice(first, stop)
+    first, stop = np.searchsorted(positions, [low, high]).tolist()
+    return slice(first, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Rows of a row chunk, and the places that they go to; about as small as what tells them.
+
+    Examples
+    --------
+    >>> moves = Moves(slice(3, 9), np.array([0, 1, 5, 6, 7, 9]), np.array([1, 0, 1, 1, 1, 0], bool))
+    >>> moves.positions.tolist(), moves.places.tolist(), moves.within(5, 7)
+    ([3, 5, 6, 7], [0, 5, 6, 7], (slice(0, 2, None), slice(5, 7, None)))
+    """
+
+    given: Selection
+    """Ascending positions within the chunk."""
+    to: Selection
+    """The place of each, ascending."""
+    kept: Mask | None = None
+    """Which of them go; None: all."""
+
+    @property
+    def positions(self) -> Selection:
+        """The positions of those that go."""
+        return self._kept(self.given)
+
+    @property
+    def places(self) -> Selection:
+        """Where they go."""
+        return self._kept(self.to)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Positions between which all of them are."""
+        if isinstance(self.given, slice):
+            return self.given.start, self.given.stop
+        return (int(self.given[0]), int(self.given[-1]) + 1) if self.given.size else (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they hold."""
+        return sum(array.nbytes for array in (self.given, self.to, self.kept) if isinstance(array, np.ndarray))
+
+    def _kept(self, selection: Selection) -> Selection:
+        return selection if self.kept is None else pick(selection, as_slice(np.flatnonzero(self.kept)))
+
+    def within(self, low: int, high: int) -> tuple[Selection, Selection]:
+        """Positions from `low` to `high` - 1 that go, counted from `low`; and their places."""
+        some = within(self.given, low, high)
+        kept = some if self.kept is None else shifted(as_slice(np.flatnonzero(self.kept[some])), some.start)
+        return shifted(pick(self.given, kept), -low), pick(self.to, kept)
+
+    def shifted(self, by: int) -> Moves:
+        """The same with places counted from elsewhere."""
+        return Moves(self.given, shifted(self.to, by), self.kept) if by else self

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 
 from checkrun_format.movement import engine
-from checkrun_format.rows import Ids, Mask, Selection, as_slice, length
+from checkrun_format.rows import Mask, Selection, length
 
 _HIGHEST = 255
 
@@ -28,11 +28,10 @@ class Claims:
     --------
     >>> claims = Claims(5)
     >>> claims.begin()
-    >>> claims.claim(np.array([1, 3])).tolist()
-    [0, 1]
+    >>> claims.claim(np.array([1, 3]))
     >>> claims.begin()
     >>> claims.claim(slice(0, 4)).tolist()
-    [0, 2]
+    [True, False, True, False]
     >>> claims.left
     1
     """
@@ -63,7 +62,7 @@ class Claims:
         self.left -= int(np.count_nonzero(self._seen[places] == 0))
         self._seen[places] = self._mark
 
-    def claim(self, places: Selection) -> Selection:
+    def claim(self, places: Selection) -> Mask | None:
         """Note which rows a part of the layer has.
 
         Parameters
@@ -73,37 +72,33 @@ class Claims:
 
         Returns
         -------
-        slice or int64 array
-            Which of the n no layer had before, ascending.
+        mask (n,) or None
+            Which of them no layer had before; None: none of them had been had.
 
         Raises
         ------
         TwiceError
             The layer had one of them already.
         """
-        if isinstance(places, slice) and not self._seen[places].any():
-            self._seen[places] = self._mark
-            self.left -= length(places)
-            return slice(0, length(places))
         kernels = engine.kernels(length(places))
-        kept = self._claim(places) if kernels is None else self._claim_compiled(kernels, places)
-        self.left -= length(kept)
-        return kept
+        kept, count = self._claim(places) if kernels is None else self._claim_compiled(kernels, places)
+        self.left -= count
+        return None if count == length(places) else kept
 
-    def _claim(self, places: Selection) -> Selection:
+    def _claim(self, places: Selection) -> tuple[Mask, int]:
         before = self._seen[places]
         if bool((before == self._mark).any()):
             raise TwiceError
-        kept = np.flatnonzero(before == 0)
+        kept = np.asarray(before == 0)
         self._seen[places] = self._mark
-        return as_slice(kept)
+        return kept, int(np.count_nonzero(kept))
 
-    def _claim_compiled(self, kernels: ModuleType, places: Selection) -> Selection:
-        kept: Ids = np.empty(length(places), np.int64)
+    def _claim_compiled(self, kernels: ModuleType, places: Selection) -> tuple[Mask, int]:
+        kept = np.empty(length(places), np.bool_)
         if isinstance(places, slice):
             count = kernels.compiled(kernels.claim_run)(self._seen[places], self._mark, kept)
         else:
             count = kernels.compiled(kernels.claim_listed)(np.ascontiguousarray(places), self._seen, self._mark, kept)
         if count < 0:
             raise TwiceError
-        return as_slice(kept[:count])
+        return kept, count

@@ -17,8 +17,8 @@ WORDS = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 _SIZE, _BYTE = types.int64, types.uint8
 
 _SIGNATURES: dict[str, list[tuple[Any, ...]]] = {
-    "claim_listed": [(given(_SIZE), filled(_BYTE), _BYTE, filled(_SIZE))],
-    "claim_run": [(filled(_BYTE), _BYTE, filled(_SIZE))],
+    "claim_listed": [(given(_SIZE), filled(_BYTE), _BYTE, filled(types.boolean))],
+    "claim_run": [(filled(_BYTE), _BYTE, filled(types.boolean))],
     "move_rows": [
         (given(word), given(_SIZE), _SIZE, filled(word), types.UniTuple(_SIZE, 2), given(_SIZE))
         for word in WORDS.values()
@@ -33,7 +33,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def claim_listed(places, seen, mark, kept):
-    """Mark places as seen by a layer, and note those that none had seen.
+    """Mark places as seen by a layer, and tell which of them none had seen.
 
     Parameters
     ----------
@@ -42,8 +42,8 @@ def claim_listed(places, seen, mark, kept):
         For each place the last layer that has it, 0 if none.
     mark : uint8
         The layer.
-    kept : int64 array (n,)
-        Receives which of the places had not been seen.
+    kept : bool array (n,)
+        Receives the answer.
 
     Returns
     -------
@@ -52,11 +52,10 @@ def claim_listed(places, seen, mark, kept):
     """
     count, twice = 0, False
     for i in range(places.size):
-        place = places[i]
-        before = seen[place]
+        before = seen[places[i]]
         twice |= before == mark
-        seen[place] = mark
-        kept[count] = i
+        seen[places[i]] = mark
+        kept[i] = before == 0
         count += before == 0
     return -1 if twice else count
 
@@ -65,10 +64,9 @@ def claim_run(seen, mark, kept):
     """The same of places that follow one another, of which `seen` is the section."""
     count, twice = 0, False
     for i in range(seen.size):
-        before = seen[i]
-        twice |= before == mark
-        kept[count] = i
-        count += before == 0
+        twice |= seen[i] == mark
+        kept[i] = seen[i] == 0
+        count += seen[i] == 0
     seen[:] = mark
     return -1 if twice else count
 

@@ -13,6 +13,7 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.rows import (
     Ids,
     KeySet,
+    Moves,
     RowSet,
     Selection,
     WantedIds,
@@ -25,8 +26,6 @@ from checkrun_format.rows import (
     pick,
     shifted,
     sorted_ids,
-    span,
-    within,
 )
 
 LOW, HIGH = -(2**63), 2**63 - 1
@@ -210,16 +209,24 @@ def test_pick(selection: Selection, bits: int) -> None:
 
 @pytest.mark.parametrize("positions", [slice(4, 8), ids(1, 3, 9, 20)], ids=str)
 @pytest.mark.parametrize("places", [slice(10, 14), ids(0, 2, 5, 6)], ids=str)
-def test_within(positions: Selection, places: Selection) -> None:
-    """Slices of any length, taken one after another, have every position with its place."""
-    pairs = list(zip(listed(positions), listed(places), strict=True))
-    low, high = span(positions)
-    assert (low, high) == (pairs[0][0], pairs[-1][0] + 1)
+@pytest.mark.parametrize("bits", [None, 0b0000, 0b1111, 0b0101, 0b0110])
+def test_moves(positions: Selection, places: Selection, bits: int | None) -> None:
+    """Slices of any length, taken one after another, have every position that goes, with its place."""
+    mask = None if bits is None else np.array([bool(bits >> n & 1) for n in range(4)])
+    moves = Moves(positions, places, mask)
+    every = zip(listed(positions), listed(places), [True] * 4 if mask is None else mask.tolist(), strict=True)
+    pairs = [(position, place) for position, place, goes in every if goes]
+    assert list(zip(listed(moves.positions), listed(moves.places), strict=True)) == pairs
+    assert list(zip(listed(moves.shifted(7).positions), listed(moves.shifted(7).places), strict=True)) == [
+        (position, place + 7) for position, place in pairs
+    ]
+    assert moves.span == (listed(positions)[0], listed(positions)[-1] + 1)
+    assert moves.nbytes == sum(x.nbytes for x in (positions, places, mask) if isinstance(x, np.ndarray))
     for step in (1, 3, 30):
         found = []
         for start in range(0, 30, step):
-            some, there = within(positions, places, start, start + step)
-            found += list(zip([start + at for at in listed(some)], listed(there), strict=True))
+            some, to = moves.within(start, start + step)
+            found += list(zip([start + at for at in listed(some)], listed(to), strict=True))
             assert all(0 <= at < step for at in listed(some))
         assert found == pairs
 
