@@ -7,6 +7,7 @@ chunks go from the array to the file, and back, without a codec pipeline. Any Za
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -112,21 +113,26 @@ def _altered(place: str) -> DamagedError:
 
 def compress(payload: bytes, compression: str, itemsize: int) -> bytes:
     """Compress as ZAR-6 says: `zstd` at level 1, `blosc` as zstd 5 with byte shuffle."""
+    blosc, zstd = _codecs()
+    if compression == "zstd":
+        return bytes(zstd.compress(payload, 1))
+    typed = np.frombuffer(payload, f"V{itemsize}")
+    return bytes(blosc.compress(typed, b"zstd", 5, blosc.SHUFFLE, 0, itemsize))
+
+
+@functools.cache
+def _codecs() -> tuple[Any, Any]:
+    """The modules `blosc` and `zstd` of numcodecs."""
     import numcodecs.blosc
     import numcodecs.zstd
 
-    if compression == "zstd":
-        return bytes(numcodecs.zstd.compress(payload, 1))
-    shuffle = numcodecs.blosc.SHUFFLE
-    typed = np.frombuffer(payload, f"V{itemsize}")
-    return bytes(numcodecs.blosc.compress(typed, b"zstd", 5, shuffle, 0, itemsize))
+    numcodecs.blosc.use_threads = False  # as zarr does: they wait for one another wherever processors are busy
+    return numcodecs.blosc, numcodecs.zstd
 
 
 def _decompress(payload: npt.NDArray[np.uint8], compression: str, place: str) -> npt.NDArray[np.uint8]:
-    import numcodecs.blosc
-    import numcodecs.zstd
-
-    decompressors = {"zstd": numcodecs.zstd.decompress, "blosc": numcodecs.blosc.decompress}
+    blosc, zstd = _codecs()
+    decompressors = {"zstd": zstd.decompress, "blosc": blosc.decompress}
     if compression not in decompressors:
         raise UnsupportedFeatureError(f"{place}: unknown compression {compression!r}")
     try:
