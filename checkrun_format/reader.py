@@ -39,6 +39,8 @@ from checkrun_format.workers import Workers
 _READ_BYTES = 1 << 20
 """What is read at a time, and decoded while it is in the cache."""
 
+_READ_ROWS = 1 << 15
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -447,7 +449,8 @@ class Block:
 
     def _step(self, *names: str) -> int:
         """Rows that are read at a time."""
-        return max(1, _READ_BYTES // sum(row_bytes(self.entry.arrays[name]) for name in names))
+        width = sum(row_bytes(self.entry.arrays[name]) for name in names)
+        return max(1, min(_READ_ROWS, _READ_BYTES // width))
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from numba import types
 
+from checkrun_format.quantize.engine import LINE
 from checkrun_format.quantize.kernels import compiled_as, filled, given
-from checkrun_format.quantize.lines import LINE, put_line, settle, whole_lines
+from checkrun_format.quantize.lines import put_line, settle, whole_lines
 
 WORDS = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 """What rows are copied in, by size."""
