@@ -31,7 +31,7 @@ from checkrun_format.manifest import (
     TableEntry,
     TensorEntry,
 )
-from checkrun_format.movement import scatter
+from checkrun_format.movement import scatter, within
 from checkrun_format.rows import Ids, Mask, Moves, Selection, length
 from checkrun_format.stores import Store
 from checkrun_format.workers import Workers
@@ -426,7 +426,7 @@ class Block:
                 return
         step = self._step(name)
         for low, values in self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared):
-            some, to = moves.within(low, low + step)
+            some, to = within(moves, low, low + step)
             if length(some):
                 scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
 
@@ -443,7 +443,7 @@ class Block:
             for name, entry in arrays.items()
         )
         for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
-            some, to = moves.within(low, low + step)
+            some, to = within(moves, low, low + step)
             if length(some):
                 quantize.scatter_affine(codes, qparams, f.bits or 0, f.columns or 0, out, rows=some, dest=to)
 
