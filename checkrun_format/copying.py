@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from io import BytesIO, RawIOBase
 
-import google_crc32c
 import numpy as np
 
 from checkrun_format import layout, manifest
 from checkrun_format.chain import History
-from checkrun_format.chunks import CHECKSUM_BYTES, altered, fill, missing
+from checkrun_format.chunks import CHECKSUM_BYTES, CheckedFile, altered, missing
 from checkrun_format.errors import CheckrunError, InvalidInputError, PrunedError
 from checkrun_format.manifest import Commit, Pruned
 from checkrun_format.reader import StoredCheckpoint
@@ -227,18 +226,12 @@ def _read(data: bytes, number: int) -> Commit | Pruned | manifest.Burnt | None:
 
 def _pieces(file: RawIOBase | BytesIO, size: int, key: str, *, is_chunk: bool) -> Iterator[Buffer]:
     """The bytes of an object; the last ones follow once the others are known to be sound: no altered copy is whole."""
-    body = size - CHECKSUM_BYTES if is_chunk else size
-    checksum = 0
+    checked, body = CheckedFile(file, key), size - CHECKSUM_BYTES if is_chunk else size
     for low in range(0, max(body, 0), _PIECE_BYTES):
         piece = np.empty(min(_PIECE_BYTES, body - low), np.uint8)
-        fill(file, piece, key)
-        checksum = google_crc32c.extend(checksum, piece)
+        checked.fill(piece)
         yield piece
     if is_chunk:
-        tail = np.empty(min(CHECKSUM_BYTES, size), np.uint8)
-        fill(file, tail, key)
-        if checksum != int.from_bytes(tail.tobytes(), "little"):
-            raise altered(key)
-        yield tail
-    if file.read(1):
+        yield checked.finish().to_bytes(CHECKSUM_BYTES, "little")
+    elif file.read(1):
         raise altered(key)

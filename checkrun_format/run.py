@@ -35,6 +35,7 @@ from checkrun_format.state import State, checked_encoder
 from checkrun_format.stores import Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
+from checkrun_format.workers import Budget
 from checkrun_format.writer import CHUNK_BYTES
 
 _REQUIRED: Final = object()
@@ -54,6 +55,7 @@ def open_run(
     durable: bool = True,
     takeover: bool = False,
     keep: Keep | None = None,
+    max_host_bytes: int = Budget().max_host_bytes,
 ) -> Run:
     """Open a run.
 
@@ -88,6 +90,8 @@ def open_run(
     keep : Keep
         After each commit, prune what these rules do not keep, in the background. By default nothing is ever removed.
         Who follows a run by `changes_since` has to keep up: what changed across a pruned checkpoint is not known.
+    max_host_bytes : int
+        About how much memory a read may use beside the arrays that it reads into, see `Checkpoint.load`.
 
     Raises
     ------
@@ -99,12 +103,13 @@ def open_run(
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
+    budget = Budget(max_host_bytes)
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable)
     method = None if encoder is None else checked_encoder(encoder, "encoder")
     base_rule = BaseRule(policy=policy, every=every)
     options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)
-    run = Run(store, mode, options, keep)
+    run = Run(store, mode, options, keep, budget)
     if takeover:
         run.take_over()
     return run
@@ -113,9 +118,11 @@ def open_run(
 class Run:
     """One training history; from `open_run`."""
 
-    def __init__(self, store: Store, mode: str, options: Options, keep: Keep | None = None) -> None:
+    def __init__(
+        self, store: Store, mode: str, options: Options, keep: Keep | None = None, budget: Budget | None = None
+    ) -> None:
         self._store = store
-        self._history = History(store)
+        self._history = History(store, budget)
         if mode == "a":
             self._history.create_run()
         self._history.check_run()
@@ -335,6 +342,7 @@ class Run:
         out: State | None = None,
         skip_damaged: bool = False,
         fallback: bool = False,
+        max_host_bytes: int | None = None,
     ) -> State:
         """Read a checkpoint and make it the origin of this run's next saves; counts as a restore.
 
@@ -349,6 +357,8 @@ class Run:
         fallback : bool
             Verify, and take the newest checkpoint whose whole chain is sound. Those that it passes over are named in a
             FallbackWarning and in the log.
+        max_host_bytes : int
+            As of `Checkpoint.load`.
 
         Raises
         ------
@@ -365,7 +375,7 @@ class Run:
                 chosen = self._newest_sound()
             else:
                 chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-            state: State = chosen.load(out=out)
+            state: State = chosen.load(out=out, max_host_bytes=max_host_bytes)
             saver.ledger.restored_from(chosen.sequence)
             return state
 

@@ -23,8 +23,8 @@ from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
 _MAPPED_BYTES = 1 << 20
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ, of Linux 5.14 and later; `mmap` of Python does not name it, and would hold its lock."""
+_DONTNEED, _POPULATE_READ = 4, 22
+"""Advice of Linux, the second from 5.14 on; `madvise` of Python does not name that, and would hold its lock."""
 _MADVISE = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 if _MADVISE is not None:
     _MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -244,6 +244,7 @@ class LocalFile(io.RawIOBase):
                 piece = self._pages[self._at : self._at + view.nbytes]
                 if _populate(piece):
                     np.copyto(np.frombuffer(view, np.uint8)[: piece.size], piece)
+                    _release(piece)
                     self._at += piece.size
                     return piece.size
                 self._pages = None
@@ -268,10 +269,20 @@ def _mapped(descriptor: int) -> npt.NDArray[np.uint8] | None:
 
 def _populate(piece: npt.NDArray[np.uint8]) -> bool:
     """Have pages of a mapping read and mapped; False if that fails, or if the system cannot do it."""
+    return _advise(piece, _POPULATE_READ) == 0
+
+
+def _release(piece: npt.NDArray[np.uint8]) -> None:
+    """Have pages count as this process's no more; they stay in the page cache."""
+    _advise(piece, _DONTNEED)
+
+
+def _advise(piece: npt.NDArray[np.uint8], advice: int) -> int:
     assert _MADVISE is not None
     start = piece.ctypes.data & -mmap.PAGESIZE
     length = piece.ctypes.data + piece.size - start
-    return not piece.size or _MADVISE(start, length, _POPULATE_READ) == 0
+    answer: int = _MADVISE(start, length, advice) if piece.size else 0
+    return answer
 
 
 def _up_to(root: str, folder: str) -> Iterator[str]:
