@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes, layout, packing, quantize, versions
+from checkrun_format import dlpack, dtypes, layout, packing, versions
 from checkrun_format import manifest as documents
 from checkrun_format.chunks import ChunkReader, required, row_bytes
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import (
     DamagedError,
     NotFoundError,
@@ -204,13 +205,16 @@ class StoredCheckpoint:
             self.read_tensor(entry, out, workers)
         return out
 
-    def read_tensor(self, entry: TensorEntry, out: npt.NDArray[Any], workers: Workers) -> None:
+    def read_tensor(self, entry: TensorEntry, out: Array, workers: Workers) -> None:
         """A dense tensor into an array of its shape and dtype, which is filled when `workers` is done."""
-        target = dtypes.as_stored(out)
-        if target is None or not target.flags.c_contiguous:
-            out[...] = self.tensor(entry.name)
+        target = dlpack.run_of(out)
+        if target is None:
+            whole = dlpack.empty_like(out, tuple(entry.shape))
+            with Workers(self.store.parallel) as own:
+                self.read_tensor(entry, whole, own)
+            out[...] = whole
         elif target.size:
-            self._read_dense(entry.writer, entry.dtype, entry.offset, target.reshape(-1), workers)
+            self._read_dense(entry.writer, entry.dtype, entry.offset, target, workers)
 
     def blob(self, span: documents.Span | documents.BlobEntry) -> bytes:
         """The bytes of a blob."""
@@ -220,7 +224,7 @@ class StoredCheckpoint:
                 self._read_dense(span.writer, "blob", span.offset, out, workers)
         return out.tobytes()
 
-    def _read_dense(self, writer: int, array: str, offset: int, out: npt.NDArray[Any], workers: Workers) -> None:
+    def _read_dense(self, writer: int, array: str, offset: int, out: Array, workers: Workers) -> None:
         place = self.place(f"{layout.dense_group(writer)}/{array}")
         entry = self.part_file(writer).dense.get(array) if writer < len(self.manifest.writers) else None
         if entry is None or len(entry.shape) != 1 or offset + out.size > entry.shape[0]:
@@ -231,9 +235,10 @@ class StoredCheckpoint:
             start = index * entry.chunk_rows
             low, high = max(offset, start), min(offset + out.size, start + entry.chunk_rows)
             target = out[low - offset : high - offset]
-            rows = slice(low - start, high - start)
-            read = functools.partial(self._chunks.into, place, entry, index, rows, target, shared=True)
-            workers.run(target.nbytes, read)
+            read = functools.partial(
+                self._chunks.into, place, entry, index, slice(low - start, high - start), shared=True
+            )
+            workers.run(target.nbytes, functools.partial(dlpack.receive, target, read))
 
     def extra(self) -> Any:
         """The trainer's state, as JSON values."""
@@ -380,7 +385,7 @@ class Block:
         return unpacked[part.offset - first * 8 : part.offset - first * 8 + part.count]
 
     def decode(
-        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
+        self, f: BlockField, field: Field, index: int, positions: Selection, out: Array, dest: Selection
     ) -> None:
         """Put rows of one field into `out`.
 
@@ -391,7 +396,7 @@ class Block:
         positions : slice or array
             Ascending positions within that chunk.
         out : array (n, columns) or (n,)
-            The columns that the part holds, in the field's logical dtype.
+            The columns that the part holds, in the field's logical dtype; on the CPU or on its way to a device.
         dest : slice or array
             Where in `out` each position goes.
         """
@@ -403,15 +408,13 @@ class Block:
             raise UnsupportedFeatureError(f"{self._group}: unknown encoding {f.encoding!r} of field {f.name!r}")
         self._put_exact(f, field, index, positions, out, dest)
 
-    def _decode_raw(
-        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def _decode_raw(self, f: BlockField, index: int, positions: Selection, out: Array, dest: Selection) -> None:
         name, stored = f"{f.name}.values", self._stored(f)
         entry = self.array(name, stored, (self.entry.rows, *(() if f.columns is None else (f.columns,))))
         if isinstance(positions, slice) and isinstance(dest, slice) and f.dtype == dtypes.name_of(out.dtype):
-            target = dtypes.as_stored(out[dest])
-            if target is not None:
-                self._chunks.into(self.place(name), entry, index, positions, target, shared=self._shared)
+            place = self.place(name)
+            read = functools.partial(self._chunks.into, place, entry, index, positions, shared=self._shared)
+            if dlpack.receive(out[dest], read):
                 return
         values = self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
         out[dest] = dtypes.from_stored(values, f.dtype or "")[positions].astype(out.dtype, copy=False)
@@ -421,15 +424,13 @@ class Block:
             raise UnsupportedFeatureError(f"{self._group}: unknown dtype {f.dtype!r} of field {f.name!r}")
         return dtypes.STORED[f.dtype]
 
-    def _decode_affine(
-        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def _decode_affine(self, f: BlockField, index: int, positions: Selection, out: Array, dest: Selection) -> None:
         codes, qparams = self.affine(f, index)
         rows = None if isinstance(positions, slice) else positions
         if isinstance(positions, slice):
             codes, qparams = codes[positions], qparams[positions]
         target, to = (out[dest], None) if isinstance(dest, slice) else (out, dest)
-        quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, target, rows=rows, dest=to)
+        dlpack.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, target, rows=rows, dest=to)
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""
@@ -466,7 +467,7 @@ class Block:
         return index, self._rows(name, entry, 0, count)
 
     def _put_exact(
-        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
+        self, f: BlockField, field: Field, index: int, positions: Selection, out: Array, dest: Selection
     ) -> None:
         exact_index, exact_values = self.exact(f, field)
         places, found = exact_among(exact_index, index * self.chunk_rows, positions)

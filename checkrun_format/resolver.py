@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes
+from checkrun_format import dlpack, dtypes
 from checkrun_format.blocks import EncodedField, FieldLayout
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import DamagedError, UnsupportedFeatureError
 from checkrun_format.manifest import BlockField, Field, TableEntry
 from checkrun_format.reader import Block, Part, StoredCheckpoint, exact_among
@@ -259,7 +260,7 @@ def _union(arrays: Sequence[Ids]) -> Ids:
 def fill(
     layers: Layers,
     wanted: Wanted,
-    out: Mapping[str, npt.NDArray[Any]],
+    out: Mapping[str, Array],
     columns: Mapping[str, tuple[int, int]],
     workers: Workers,
 ) -> None:
@@ -268,7 +269,7 @@ def fill(
     Parameters
     ----------
     out : mapping
-        Field name to an array (n, width) or (n,) of the field's logical dtype.
+        Field name to an array (n, width) or (n,) of the field's logical dtype, on the CPU or on its way to a device.
     columns : mapping
         Field name to the range of columns that its array takes.
     """
@@ -290,9 +291,7 @@ def read_rows(layers: Layers, wanted: Wanted, fields: Sequence[Field]) -> dict[s
     return out
 
 
-def _fill_field(
-    piece: Piece, f: Any, field: Field, start: int, out: npt.NDArray[Any], columns: tuple[int, int]
-) -> None:
+def _fill_field(piece: Piece, f: Any, field: Field, start: int, out: Array, columns: tuple[int, int]) -> None:
     decode = piece.block.decode
     if f.columns is None:
         decode(f, field, piece.chunk, piece.positions, out, piece.places)
@@ -305,7 +304,7 @@ def _fill_field(
         decode(f, field, piece.chunk, piece.positions, target, piece.places)
         return
     count = length(piece.positions)
-    wide = np.empty((count, f.columns), out.dtype)
+    wide = dlpack.empty_like(out, (count, f.columns))
     decode(f, field, piece.chunk, piece.positions, wide, slice(0, count))
     target[piece.places] = wide[:, low - start : high - start]
 

@@ -349,6 +349,8 @@ class Run:
         checkpoint: int | Checkpoint | None = None,
         *,
         out: State | None = None,
+        framework: str | None = None,
+        device: object = None,
         skip_damaged: bool = False,
         fallback: bool = False,
     ) -> State:
@@ -358,8 +360,8 @@ class Run:
         ----------
         checkpoint : number or Checkpoint
             By default the latest. After restoring an older one, the next save is a base.
-        out : State
-            Existing arrays to read into, as of `Checkpoint.load`.
+        out, framework, device
+            Existing arrays to read into, and what new ones are, as of `Checkpoint.load`.
         skip_damaged : bool
             Pass over damaged commits above the latest readable one, as of `latest`.
         fallback : bool
@@ -381,7 +383,7 @@ class Run:
                 chosen = self._newest_sound()
             else:
                 chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-            state: State = chosen.load(out=out)
+            state: State = chosen.load(out=out, framework=framework, device=device)
             saver.ledger.restored_from(chosen.sequence)
             return state
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeAlias
 
-Task: TypeAlias = Callable[[], None]
+Task: TypeAlias = Callable[[], object]
 
 _BUDGET_BYTES = 64 << 20
 _SMALL_BYTES = 256 << 10
