@@ -21,6 +21,7 @@ import torch
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.quantize import tensors
+from checkrun_format.rows import Selection, length
 
 BUFFERS = 2
 """Chunks on their way to one device at a time."""
@@ -31,7 +32,7 @@ _PIECE_BYTES = 16 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By bytes of an element, what it is moved as: its bits stay as they are, and torch moves these on every device."""
 
-_At: TypeAlias = "slice | npt.NDArray[np.int64] | EllipsisType | tuple[slice, slice]"
+_At: TypeAlias = "Selection | EllipsisType | tuple[slice, slice]"
 
 
 def tensor_dtype(name: str) -> torch.dtype:
@@ -267,24 +268,26 @@ class DeviceArray:
         codes: npt.NDArray[np.uint8],
         qparams: npt.NDArray[Any],
         bits: int,
-        columns: int,
-        *,
-        rows: npt.NDArray[np.int64] | None = None,
-        dest: npt.NDArray[np.int64] | None = None,
+        rows: Selection,
+        dest: Selection,
     ) -> None:
-        """`quantize.decode_affine` into it; what goes over are the codes and qparams of the rows that are wanted."""
-        count = len(codes) if rows is None else len(rows)
-        if self.shape != (count if dest is None else len(self), columns):
-            raise InvalidInputError(f"out for {count} rows of {columns} columns cannot be {self.dtype} {self.shape}")
+        """`quantize.decode_affine` into it; what goes over are codes and qparams of the rows that are wanted.
+
+        Parameters
+        ----------
+        rows, dest : slice or int64 array (k,)
+            Which rows, and which rows of it they go to.
+        """
+        count = length(rows)
         ends = count * qparams.itemsize * 2
         with self._on_the_way.buffer(ends + count * codes.shape[1]) as memory:
             for part, source in ((memory[:ends], qparams), (memory[ends:], codes)):
-                target = part.numpy().view(source.dtype.newbyteorder("=")).reshape(count, source.shape[1])
-                np.copyto(target, source) if rows is None else np.take(source, rows, axis=0, out=target, mode="clip")
+                _take(source, rows, part.numpy().view(source.dtype.newbyteorder("=")).reshape(count, -1))
             moved = memory.to(self.tensor.device, non_blocking=True)
             pairs = moved[:ends].view(tensor_dtype(qparams.dtype.name)).view(count, 2)
             packed = moved[ends:].view(count, codes.shape[1])
-            tensors.decode_affine(packed, pairs, bits, self.tensor, None if dest is None else self._index(dest))
+            out, places = (self.tensor[dest], None) if isinstance(dest, slice) else (self.tensor, self._index(dest))
+            tensors.decode_affine(packed, pairs, bits, out, places)
 
 
 def adopted(array: Any, what: str) -> DeviceArray:
@@ -311,3 +314,10 @@ def tensor_of(values: npt.NDArray[Any]) -> torch.Tensor:
     name = dtypes.name_of(values.dtype)
     bits = values.view({1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}.get(values.itemsize, values.dtype))
     return torch.from_numpy(bits).view(tensor_dtype(name))
+
+
+def _take(values: npt.NDArray[Any], rows: Selection, out: npt.NDArray[Any]) -> None:
+    if isinstance(rows, slice):
+        np.copyto(out, values[rows])
+    else:
+        np.take(values, rows, axis=0, out=out, mode="clip")

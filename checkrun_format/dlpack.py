@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes, quantize
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.rows import Ids
+from checkrun_format.rows import Selection
 
 if TYPE_CHECKING:
     from checkrun_format.devices import DeviceArray
@@ -147,17 +147,20 @@ def decode_affine(
     codes: npt.NDArray[np.uint8],
     qparams: npt.NDArray[Any],
     bits: int,
-    columns: int,
     out: Array,
-    *,
-    rows: Ids | None,
-    dest: Ids | None,
+    rows: Selection,
+    dest: Selection,
 ) -> None:
-    """`quantize.decode_affine`, where the destination is."""
-    if isinstance(out, np.ndarray):
-        quantize.decode_affine(codes, qparams, bits, columns, out, rows=rows, dest=dest)
-    else:
-        out.decode_affine(codes, qparams, bits, columns, rows=rows, dest=dest)
+    """`quantize.decode_affine` of some rows into some rows of `out` (n, columns), where that is."""
+    if not isinstance(out, np.ndarray):
+        out.decode_affine(codes, qparams, bits, rows, dest)
+        return
+    if isinstance(rows, slice):
+        codes, qparams = codes[rows], qparams[rows]
+    target, to = (out[dest], None) if isinstance(dest, slice) else (out, dest)
+    quantize.decode_affine(
+        codes, qparams, bits, out.shape[1], target, rows=None if isinstance(rows, slice) else rows, dest=to
+    )
 
 
 def receive(array: Array, read: Callable[[npt.NDArray[Any]], object]) -> bool:

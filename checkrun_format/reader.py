@@ -426,11 +426,7 @@ class Block:
 
     def _decode_affine(self, f: BlockField, index: int, positions: Selection, out: Array, dest: Selection) -> None:
         codes, qparams = self.affine(f, index)
-        rows = None if isinstance(positions, slice) else positions
-        if isinstance(positions, slice):
-            codes, qparams = codes[positions], qparams[positions]
-        target, to = (out[dest], None) if isinstance(dest, slice) else (out, dest)
-        dlpack.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, target, rows=rows, dest=to)
+        dlpack.decode_affine(codes, qparams, f.bits or 0, out, positions, dest)
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""

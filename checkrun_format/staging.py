@@ -85,6 +85,11 @@ def field_plans(
         narrow = store_as.get(spec.name)
         if chosen is not None and narrow is not None:
             raise InvalidInputError(f"table {table!r}, field {spec.name!r}: both bits and store_as; give one")
+        method = None if chosen is None else quantize.method(encoders.get(spec.name, encoder), chosen)
+        if spec.device is not None and method is not None and method.name == "torch_compat":
+            raise InvalidInputError(
+                f"table {table!r}, field {spec.name!r}: torch_compat encodes arrays on the CPU, not on {spec.device}"
+            )
         plans.append(
             FieldPlan(
                 name=spec.name,
@@ -92,7 +97,7 @@ def field_plans(
                 columns=spec.columns,
                 start=starts.get(spec.name, 0),
                 bits=chosen,
-                encoder=None if chosen is None else quantize.method(encoders.get(spec.name, encoder), chosen),
+                encoder=method,
                 store_as=narrow,
                 device=spec.device,
             )
