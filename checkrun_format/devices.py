@@ -282,7 +282,7 @@ class DeviceArray:
         ends = count * qparams.itemsize * 2
         with self._on_the_way.buffer(ends + count * codes.shape[1]) as memory:
             for part, source in ((memory[:ends], qparams), (memory[ends:], codes)):
-                _take(source, rows, part.numpy().view(source.dtype.newbyteorder("=")).reshape(count, -1))
+                _take(source, rows, part.numpy().view(source.dtype.newbyteorder("=")).reshape(count, source.shape[1]))
             moved = memory.to(self.tensor.device, non_blocking=True)
             pairs = moved[:ends].view(tensor_dtype(qparams.dtype.name)).view(count, 2)
             packed = moved[ends:].view(count, codes.shape[1])

@@ -84,9 +84,11 @@ class Placement:
             It cannot be written to.
         """
         view = dlpack.to_writable(out, what)
-        if isinstance(view, np.ndarray):
-            return dlpack.to_device_array(out, what, "cpu") if self._device == "cpu" else view
-        return self._destination(view.tensor)
+        if not isinstance(view, np.ndarray):
+            return self._destination(view.tensor)
+        if self._device == "cpu" and isinstance(out, _devices().torch.Tensor):
+            return self._destination(dlpack.to_device_array(out, what, "cpu").tensor)
+        return view
 
     def _destination(self, tensor: Any) -> DeviceArray:
         name = str(tensor.device)

@@ -248,7 +248,7 @@ def _searched(
     low, high = ends
     levels = float((1 << bits) - 1)
     inverse = levels / (high - low)
-    steps = (values - low[:, None]) * inverse[:, None]
+    steps = ((values - low[:, None]) * inverse[:, None]).T.contiguous()  # (columns, n): so sums are fast
     find: Callable[[Tensor, float, int, Method], tuple[Tensor, Tensor, Tensor]]
     find = _refined if chosen.name == "refine" else _greedy
     origin, width, error = find(steps, levels, bits, chosen)
@@ -259,32 +259,32 @@ def _searched(
     moved = (in_steps[0][1] - origin).abs() + levels * (in_steps[0][0] - width).abs()
     fits = (high - low > float(NARROWEST)) & (width > 0)
     new, old = (_squared_error(steps, b, s, levels) for s, b in in_steps)
-    better = fits & ((moved * moved * steps.shape[1] <= float(RISK) * error) | (new <= old))
+    better = fits & ((moved * moved * len(steps) <= float(RISK) * error) | (new <= old))
     return torch.where(better, scale, plain[0]), torch.where(better, bias, plain[1])
 
 
 def _codes(steps: Tensor, origin: Tensor, width: Tensor, levels: float) -> Tensor:
-    return ((steps - origin[:, None]) * width.reciprocal()[:, None]).clamp(0, levels).round()
+    return ((steps - origin) * width.reciprocal()).clamp(0, levels).round()
 
 
 def _sums(values: Tensor) -> Tensor:
-    """Sums of rows by pairs: a row's bits depend neither on the device nor on the rows beside it (LAY-7)."""
-    while values.shape[1] > 1:
-        half = values.shape[1] // 2
-        folded = values[:, :half] + values[:, half : 2 * half]
-        if values.shape[1] % 2:
-            folded[:, 0] += values[:, -1]
+    """Sums of columns by pairs: a row's bits depend neither on the device nor on the rows beside it (LAY-7)."""
+    while len(values) > 1:
+        half = len(values) // 2
+        folded = values[:half] + values[half : 2 * half]
+        if len(values) % 2:
+            folded[0] += values[-1]
         values = folded
-    return values[:, 0]
+    return values[0]
 
 
 def _squared_error(steps: Tensor, origin: Tensor, width: Tensor, levels: float) -> Tensor:
-    error = steps - (_codes(steps, origin, width, levels) * width[:, None] + origin[:, None])
+    error = steps - (_codes(steps, origin, width, levels) * width + origin)
     return _sums(error * error)
 
 
 def _refined(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    count = steps.shape[1]
+    count = len(steps)
     total = _sums(steps)
     best_origin, best_width = torch.zeros_like(total), torch.ones_like(total)
     best = torch.full_like(total, torch.inf)
@@ -310,7 +310,7 @@ def _refined(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[T
 
 def _greedy(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, Tensor, Tensor]:
     step, count = steps_of(bits, chosen.num_bins or 0, chosen.ratio or 0.0)
-    low = torch.zeros(len(steps), device=steps.device)
+    low = torch.zeros(steps.shape[1], device=steps.device)
     high = torch.full_like(low, levels)
     best_low, best_width = low, torch.ones_like(low)
     best = _squared_error(steps, low, best_width, levels)
