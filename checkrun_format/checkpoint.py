@@ -182,13 +182,14 @@ class TableView:
         placement.finish()
         return {name: placement.given(array) for name, array in targets.items()} if out is None else dict(out)
 
-    def begin(self, out: Mapping[str, ArrayLike] | None, placement: Placement, workers: Workers) -> dict[str, Array]:
-        """Have all rows read into arrays of `placement`, or of `out`; they are there when both are done."""
-        cut = self._cut(None, None, out)
-        targets = self._destinations(len(self), cut, out, placement)
+    def destinations(self, out: Mapping[str, ArrayLike] | None, placement: Placement) -> dict[str, Array]:
+        """Arrays of `placement`, or of `out`, that all rows can be read into."""
+        return self._destinations(len(self), self._cut(None, None, out), out, placement)
+
+    def begin(self, targets: Mapping[str, Array], workers: Workers) -> None:
+        """Have all rows read into `destinations`; they are there when `workers` and their placement are done."""
         rows = WantedIds(self._live_keys) if self._entry.rows is None else WantedRange(0, len(self))
-        self._fill(rows, cut, targets, workers)
-        return targets
+        self._fill(rows, self._cut(None, list(targets), None), targets, workers)
 
     def _fill(self, wanted: Wanted, cut: Mapping[str, Cut], targets: Mapping[str, Array], workers: Workers) -> None:
         if len(wanted):
@@ -341,9 +342,9 @@ class Checkpoint:
     def tensor(self, name: str, *, framework: str | None = None, device: object = None) -> Any:
         """One dense tensor, as a new array; options as of `load`."""
         placement = Placement(framework, device)
-        self._check_tensor(name, placement)
+        array = self._tensor_destination(name, None, placement)
         with Workers(self._history.store.parallel) as workers:
-            array = self._begin_tensor(name, None, placement, workers)
+            self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
         placement.finish()
         return placement.given(array)
 
@@ -405,21 +406,25 @@ class Checkpoint:
         placement = Placement(framework, device)
         views = {name: self.table(name) for name in (self.tables if tables is None else tables)}
         given = out or State()
+        into = {name: table.fields for name, table in given.tables.items()}
         for name, view in views.items():
-            if name not in given.tables:
+            if name not in into:
                 view.check(placement)
         for name in self.tensors:
             if name not in given.tensors:
                 self._check_tensor(name, placement)
-        into = {name: table.fields for name, table in given.tables.items()}
+        read = {name: view.destinations(into.get(name), placement) for name, view in views.items()}
+        dense = {name: self._tensor_destination(name, given.tensors.get(name), placement) for name in self.tensors}
         with Workers(self._history.store.parallel) as workers:
-            read = {name: view.begin(into.get(name), placement, workers) for name, view in views.items()}
-            dense = {n: self._begin_tensor(n, given.tensors.get(n), placement, workers) for n in self.tensors}
+            for name, view in views.items():
+                view.begin(read[name], workers)
+            for name, array in dense.items():
+                self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
         placement.finish()
         fields = {name: into.get(name) or _given(placement, arrays) for name, arrays in read.items()}
         return State(
             tables={name: Table(fields[name], keys=_keys(view)) for name, view in views.items()},
-            tensors={**_given(placement, dense), **{n: a for n, a in given.tensors.items() if n in dense}},
+            tensors={n: given.tensors[n] if n in given.tensors else placement.given(a) for n, a in dense.items()},
             extra=self.extra,
             blobs={name: self.blob(name) for name in self.blobs},
         )
@@ -427,15 +432,17 @@ class Checkpoint:
     def _check_tensor(self, name: str, placement: Placement) -> None:
         placement.check(self._stored.tensor_entry(name).dtype, f"tensor {name!r}")
 
-    def _begin_tensor(self, name: str, into: ArrayLike | None, placement: Placement, workers: Workers) -> Array:
+    def _tensor_destination(self, name: str, into: ArrayLike | None, placement: Placement) -> Array:
         entry = self._stored.tensor_entry(name)
         shape = tuple(entry.shape)
-        target = placement.empty(shape, entry.dtype) if into is None else placement.into(into, f"out tensor {name!r}")
+        if into is None:
+            self._check_tensor(name, placement)
+            return placement.empty(shape, entry.dtype)
+        target = placement.into(into, f"out tensor {name!r}")
         if target.shape != shape or dtypes.name_of(target.dtype) != entry.dtype:
             raise InvalidInputError(
                 f"out tensor {name!r}: {target.dtype} {target.shape} where {entry.dtype} {shape} is read"
             )
-        self._stored.read_tensor(entry, target, workers)
         return target
 
     def changes_since(
