@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes, quantize
+from checkrun_format import dtypes, movement, quantize
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.rows import Selection
 
@@ -151,16 +151,19 @@ def decode_affine(
     rows: Selection,
     dest: Selection,
 ) -> None:
-    """`quantize.decode_affine` of some rows into some rows of `out` (n, columns), where that is."""
-    if not isinstance(out, np.ndarray):
+    """`quantize.scatter_affine`: some rows, decoded, to some rows of `out` (n, columns), where that is."""
+    if isinstance(out, np.ndarray):
+        quantize.scatter_affine(codes, qparams, bits, out.shape[1], out, rows=rows, dest=dest)
+    else:
         out.decode_affine(codes, qparams, bits, rows, dest)
-        return
-    if isinstance(rows, slice):
-        codes, qparams = codes[rows], qparams[rows]
-    target, to = (out[dest], None) if isinstance(dest, slice) else (out, dest)
-    quantize.decode_affine(
-        codes, qparams, bits, out.shape[1], target, rows=None if isinstance(rows, slice) else rows, dest=to
-    )
+
+
+def scatter(values: npt.NDArray[Any], positions: Selection, out: Array, places: Selection) -> None:
+    """`out[places] = values[positions]`, cast to the dtype of `out`, where that is."""
+    if isinstance(out, np.ndarray):
+        movement.scatter(values, positions, out, places)
+    else:
+        out[places] = values[positions].astype(out.dtype, copy=False)
 
 
 def receive(array: Array, read: Callable[[npt.NDArray[Any]], object]) -> bool:

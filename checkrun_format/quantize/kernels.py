@@ -8,7 +8,7 @@ nothing is contracted to a fused multiply-add (DEC-1) nor summed in another orde
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -18,6 +18,7 @@ from numba.extending import register_jitable
 
 from checkrun_format.quantize import lanes
 from checkrun_format.quantize.lanes import LANES
+from checkrun_format.quantize.lines import LINE, put_line, settle, whole_lines
 from checkrun_format.quantize.trials import NARROWEST, RISK
 
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
@@ -27,11 +28,13 @@ BLOCK = 4096
 """Elements of one block: 16 KiB of float32."""
 
 
-def _given(dtype: Any) -> types.Array:
+def given(dtype: Any) -> types.Array:
+    """The type of an array that a kernel reads."""
     return types.Array(dtype, 1, "C", readonly=True)
 
 
-def _filled(dtype: Any) -> types.Array:
+def filled(dtype: Any) -> types.Array:
+    """The type of an array that a kernel writes."""
     return types.Array(dtype, 1, "C")
 
 
@@ -39,32 +42,38 @@ _SINGLE, _BYTE, _SIZE = types.float32, types.uint8, types.int64
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "measure_rows": (
-        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[_filled(_SINGLE)] * 4, *[_filled(_BYTE)] * 2,
+        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[filled(_SINGLE)] * 4, *[filled(_BYTE)] * 2,
     ),
     "search_rows": (
-        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, _given(_SINGLE), *[_filled(_SINGLE)] * 4,
-        _filled(_BYTE),
+        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, given(_SINGLE), *[filled(_SINGLE)] * 4,
+        filled(_BYTE),
     ),
     "write_rows": (
-        _given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[_filled(_SINGLE)] * 4,
-        *[_filled(_BYTE)] * 3, _filled(types.uint32), _filled(types.uint64),
+        given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[filled(_SINGLE)] * 4,
+        *[filled(_BYTE)] * 3, filled(types.uint32), filled(types.uint64),
     ),
     "decode_rows": (
-        _given(_BYTE), _given(_SINGLE), _given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2), _given(_SIZE),
-        _filled(_SINGLE), _filled(types.float64), _filled(types.uint16), types.boolean,
+        given(_BYTE), given(types.uint16), given(_SINGLE), given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2),
+        given(_SIZE),
+        filled(_SINGLE), filled(types.float64), filled(types.uint16), types.boolean,
     ),
-    "widen_rows": (_given(types.uint16), types.boolean, _filled(_SINGLE)),
+    "widen_rows": (given(types.uint16), types.boolean, filled(_SINGLE)),
 }  # fmt: skip
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this module, compiled, by way of the cache on disk where there is room for one."""
-    signature, options = _SIGNATURES[function.__name__], {"nogil": True, "error_model": "numpy"}
+    """A function of this module, compiled."""
+    return compiled_as(function, [_SIGNATURES[function.__name__]])
+
+
+def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ...]]) -> Callable[..., Any]:
+    """A function compiled for these types, by way of the cache on disk where there is room for one."""
+    options = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(signature, cache=True, **options)(function)
+        return numba.njit(list(signatures), cache=True, **options)(function)
     except (OSError, RuntimeError):  # no folder for the cache, or none that can be written
-        return numba.njit(signature, **options)(function)
+        return numba.njit(list(signatures), **options)(function)
 
 
 # ---- encoding
@@ -444,16 +453,16 @@ def _folded(w, b):
 # ---- decoding
 
 
-def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, single, double, half, brain):
+def decode_rows(codes, halves, singles, positions, columns, bits, rows_out, places, single, double, half, brain):
     """Decode rows into that one of three destinations which is not empty (DEC-1, DEC-2).
 
     Parameters
     ----------
     codes : uint8 array (n * packed width,)
-    qparams : float32 array (2k,)
-        Of the k rows to be decoded.
+    halves, singles : uint16 and float32 array (2n,)
+        That of them which is not empty has the qparams, as the bits of float16 or as float32.
     positions : int64 array
-        Where their codes are; empty: in order.
+        Which of the n rows; empty: all, in order.
     columns, bits : int
     rows_out : tuple of two int
         Where the first row begins in the destination, and how far it is to the next.
@@ -466,56 +475,109 @@ def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, sing
         Which of the two.
     """
     width = (columns * bits + 7) // 8
-    rows = qparams.size // 2
+    rows = positions.size or (halves.size + singles.size) // 2
     size = max(1, min(rows, BLOCK // columns))
     stride = columns if bits == 8 else width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
-    buffer = np.empty(size * stride, U8)
-    scale, bias, at = np.empty(size, F32), np.empty(size, F32), np.empty(size, np.int64)
+    buffer, at = np.empty(size * stride, U8), np.empty(size, np.int64)
+    packed = np.empty((size * width + 7) // 8, U64).view(U8)
+    pairs, wide = np.empty(2 * size, U16), np.empty(2 * size, F32)
     begin, step = rows_out
-    values = np.empty(size * columns if half.size else 0, F32)
+    in_lines = places.size > 0 and whole_lines(single, begin, step, columns)
+    values = np.empty(size * columns if half.size else columns, F32)
     lifted = np.empty(values.size, F32)
     for start in range(0, rows, size):
         count = min(size, rows - start)
-        for k in range(count):
-            scale[k], bias[k] = qparams[2 * (start + k)], qparams[2 * (start + k) + 1]
         if positions.size:
-            for k in range(count):
-                n = positions[start + k]
-                _unpack(codes[n * width : (n + 1) * width], 1, columns, bits, buffer[k * stride : (k + 1) * stride])
+            some = positions[start : start + count]
+            _gather(codes, width, some, packed)
+            _unpack(packed[: count * width], count, columns, bits, buffer)
+            _gather_pairs(halves, some, pairs)
+            _gather_pairs(singles, some, wide)
         else:
             _unpack(codes[start * width : (start + count) * width], count, columns, bits, buffer)
+            _copy(halves[2 * start :], pairs[: 2 * count])
+            _copy(singles[2 * start :], wide[: 2 * count])
+        if halves.size:
+            _widen(pairs[: 2 * count], brain=False, out=wide)
         for k in range(count):
             at[k] = begin + step * (places[start + k] if places.size else start + k)
-        if single.size:
-            _affine_single(buffer, stride, columns, count, scale, bias, at, single)
+        if in_lines:
+            _affine_lines(buffer, stride, columns, count, wide, at, single, values)
+        elif single.size:
+            _affine_single(buffer, stride, columns, count, wide, at, single)
         elif double.size:
-            _affine_double(buffer, stride, columns, count, scale, bias, at, double)
+            _affine_double(buffer, stride, columns, count, wide, at, double)
         else:
-            _affine_half(buffer, stride, columns, count, scale, bias, at, half, brain, values, lifted)
+            _affine_half(buffer, stride, columns, count, wide, at, half, brain, values, lifted)
+    settle()
 
 
 @register_jitable
-def _affine_single(codes, stride, columns, rows, scale, bias, at, out):
+def _gather(codes, width, positions, out):
+    """Packed rows, one after another."""
+    if width % 8 == 0:
+        given_words, words, size = codes.view(U64), out.view(U64), width // 8
+        for k in range(positions.size):
+            row, line = given_words[positions[k] * size :], words[k * size : (k + 1) * size]
+            for w in range(size):
+                line[w] = row[w]
+    else:
+        for k in range(positions.size):
+            row, line = codes[positions[k] * width :], out[k * width : (k + 1) * width]
+            for w in range(width):
+                line[w] = row[w]
+
+
+@register_jitable
+def _gather_pairs(pairs, positions, out):
+    if pairs.size:
+        for k in range(positions.size):
+            out[2 * k], out[2 * k + 1] = pairs[2 * positions[k]], pairs[2 * positions[k] + 1]
+
+
+@register_jitable
+def _copy(source, out):
+    for k in range(min(source.size, out.size)):
+        out[k] = source[k]
+
+
+@register_jitable
+def _affine_lines(codes, stride, columns, rows, pairs, at, out, values):
+    """`_affine_single` for rows that are whole lines and far from one another.
+
+    Nothing in the loop may count references: that is atomic, and would wait for the lines.
+    """
+    for k in range(rows):
+        row = codes[k * stride : k * stride + columns]
+        s, b = pairs[2 * k], pairs[2 * k + 1]
+        for j in range(columns):
+            values[j] = F32(F32(F32(row[j]) * s) + b)
+        for j in range(0, columns, LINE // 4):
+            put_line(out, at[k] + j, values, j)
+
+
+@register_jitable
+def _affine_single(codes, stride, columns, rows, pairs, at, out):
     for k in range(rows):
         row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
-        s, b = scale[k], bias[k]
+        s, b = pairs[2 * k], pairs[2 * k + 1]
         for j in range(columns):
             line[j] = F32(F32(F32(row[j]) * s) + b)
 
 
 @register_jitable
-def _affine_double(codes, stride, columns, rows, scale, bias, at, out):
+def _affine_double(codes, stride, columns, rows, pairs, at, out):
     for k in range(rows):
         row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
-        s, b = scale[k], bias[k]
+        s, b = pairs[2 * k], pairs[2 * k + 1]
         for j in range(columns):
             line[j] = F64(F32(F32(F32(row[j]) * s) + b))
 
 
 @register_jitable
-def _affine_half(codes, stride, columns, rows, scale, bias, at, out, brain, values, lifted):
+def _affine_half(codes, stride, columns, rows, pairs, at, out, brain, values, lifted):
     start = np.arange(rows) * columns
-    _affine_single(codes, stride, columns, rows, scale, bias, start, values)
+    _affine_single(codes, stride, columns, rows, pairs, start, values)
     together = True
     for k in range(1, rows):
         together &= at[k] - at[k - 1] == columns
@@ -614,6 +676,11 @@ def _narrow(line, brain, lifted, out):
 
 def widen_rows(halves, brain, out):
     """float16 or bfloat16, by their bits, as float32."""
+    _widen(halves, brain, out)
+
+
+@register_jitable
+def _widen(halves, brain, out):
     bits = out.view(I32)
     if brain:
         for j in range(halves.size):
