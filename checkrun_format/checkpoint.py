@@ -147,14 +147,13 @@ class TableView:
         cut = self._cut(columns, fields, out)
         targets = {} if out is None else self._targets(out, wanted.size, cut, placement)
         found = self._beside(targets, unique.size) if targets else self._fresh(cut, unique.size, placement)
-        with Workers(self._history.store.parallel) as workers:
+        with placement, Workers(self._history.store.parallel) as workers:
             self._fill(WantedIds(unique), cut, found, workers)
-        placement.finish()
         if out is None:
             return {name: placement.given(array[inverse]) for name, array in found.items()}
-        for name, target in targets.items():
-            target[...] = found[name][inverse]
-        placement.finish()
+        with placement:
+            for name, target in targets.items():
+                target[...] = found[name][inverse]
         return dict(out)
 
     def _check_present(self, ids: Ids) -> None:
@@ -177,9 +176,8 @@ class TableView:
     ) -> dict[str, Any]:
         cut = self._cut(columns, names, out)
         targets = self._destinations(len(wanted), cut, out, placement)
-        with Workers(self._history.store.parallel) as workers:
+        with placement, Workers(self._history.store.parallel) as workers:
             self._fill(wanted, cut, targets, workers)
-        placement.finish()
         return {name: placement.given(array) for name, array in targets.items()} if out is None else dict(out)
 
     def destinations(self, out: Mapping[str, ArrayLike] | None, placement: Placement) -> dict[str, Array]:
@@ -343,9 +341,8 @@ class Checkpoint:
         """One dense tensor, as a new array; options as of `load`."""
         placement = Placement(framework, device)
         array = self._tensor_destination(name, None, placement)
-        with Workers(self._history.store.parallel) as workers:
+        with placement, Workers(self._history.store.parallel) as workers:
             self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
-        placement.finish()
         return placement.given(array)
 
     @property
@@ -415,12 +412,11 @@ class Checkpoint:
                 self._check_tensor(name, placement)
         read = {name: view.destinations(into.get(name), placement) for name, view in views.items()}
         dense = {name: self._tensor_destination(name, given.tensors.get(name), placement) for name in self.tensors}
-        with Workers(self._history.store.parallel) as workers:
+        with placement, Workers(self._history.store.parallel) as workers:
             for name, view in views.items():
                 view.begin(read[name], workers)
             for name, array in dense.items():
                 self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
-        placement.finish()
         fields = {name: into.get(name) or _given(placement, arrays) for name, arrays in read.items()}
         return State(
             tables={name: Table(fields[name], keys=_keys(view)) for name, view in views.items()},

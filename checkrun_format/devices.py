@@ -85,9 +85,13 @@ class Way:
 
     def destination(self, tensor: torch.Tensor) -> DeviceArray:
         """A tensor on the device as one to be read into, once all that is asked of it so far has been done."""
+        self.join()
+        return DeviceArray(tensor, self)
+
+    def join(self) -> None:
+        """What goes this way from now on comes after all that this thread has asked of the device."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return DeviceArray(tensor, self)
 
     def stream(self) -> contextlib.AbstractContextManager[Any]:
         """What is asked of the device within goes one after another, beside all else."""
@@ -229,8 +233,9 @@ class DeviceArray:
         return self._way
 
     def __setitem__(self, at: _At, values: npt.NDArray[Any] | DeviceArray) -> None:
-        """Replace rows: by numpy values, which may be changed afterwards, or by what is on the way already."""
+        """Replace rows: by numpy values, which may be changed afterwards, or by what is on the device."""
         if isinstance(values, DeviceArray):
+            self._on_the_way.join()
             with self._on_the_way.stream():
                 self.bits[self._index(at)] = values.bits
             return

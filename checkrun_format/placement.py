@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ _NARROWED_BY_JAX = ("float64", "int64", "uint64", "complex128")
 
 
 class Placement:
-    """Makes the arrays that are read into, and the way to those that are on a device.
+    """Makes the arrays that are read into, and the way to those that are on a device; within a `with`.
 
     Parameters
     ----------
@@ -96,8 +96,11 @@ class Placement:
             self._ways[name] = _devices().Way(tensor.device)
         return self._ways[name].destination(tensor)
 
-    def finish(self) -> None:
-        """Return once everything that was read is there."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave when everything that was read is there; after an error too, so that memory may be given back."""
         for way in self._ways.values():
             way.finish()
 
