@@ -23,6 +23,7 @@ from checkrun_format.errors import (
 from checkrun_format.manifest import Burnt, Commit, Pruned, TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.stores import Store
+from checkrun_format.workers import Budget
 
 _KEPT = 64
 """Checkpoints whose documents are kept in memory."""
@@ -32,13 +33,26 @@ class History:
     """The checkpoints of a run.
 
     Commits never change but by pruning, so what has been read of a committed checkpoint is kept.
+
+    Parameters
+    ----------
+    store : Store
+    budget : Budget
+        Memory for each read that is given none of its own.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, budget: Budget | None = None) -> None:
         self.store = store
+        self._budget = budget or Budget()
         self._chunks = ChunkReader(store)
         self._checkpoints: OrderedDict[int, StoredCheckpoint] = OrderedDict()
         self._lock = threading.Lock()
+
+    def budget(self, max_host_bytes: int | None) -> Budget:
+        """The memory for a read that begins now; what is kept from earlier ones is cut to fit."""
+        budget = self._budget if max_host_bytes is None else Budget(max_host_bytes)
+        self._chunks.keep(budget.kept)
+        return budget
 
     def check_run(self) -> None:
         """Read the run document.

@@ -24,6 +24,7 @@ from checkrun_format import dtypes, layout
 from checkrun_format.errors import DamagedError, PrunedError, UnsupportedFeatureError
 from checkrun_format.manifest import ArrayEntry, Pruned, parse_occupant
 from checkrun_format.stores import Buffer, Store
+from checkrun_format.workers import Budget
 
 _CHECKSUM = 4
 
@@ -136,7 +137,7 @@ def _decompress(payload: npt.NDArray[np.uint8], compression: str, place: str) ->
     if compression not in decompressors:
         raise UnsupportedFeatureError(f"{place}: unknown compression {compression!r}")
     try:
-        return np.frombuffer(decompressors[compression](payload.tobytes()), np.uint8)
+        return np.frombuffer(decompressors[compression](payload), np.uint8)
     except (RuntimeError, ValueError) as error:
         raise DamagedError(place, f"{compression} cannot decompress it: {error}") from error
 
@@ -158,7 +159,7 @@ class ChunkReader:
         How much it may keep.
     """
 
-    def __init__(self, store: Store, cache_bytes: int = 64 << 20) -> None:
+    def __init__(self, store: Store, cache_bytes: int = Budget().kept) -> None:
         self._store = store
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[str, npt.NDArray[Any]] = OrderedDict()
@@ -182,9 +183,18 @@ class ChunkReader:
         values = decode(required(self._store, key), entry, index, key)
         with self._lock:
             self._kept[key] = values
-            while sum(kept.nbytes for kept in self._kept.values()) > self._cache_bytes:
-                self._kept.popitem(last=False)
+            self._forget()
         return values
+
+    def keep(self, cache_bytes: int) -> None:
+        """Keep so many bytes from now on."""
+        with self._lock:
+            self._cache_bytes = cache_bytes
+            self._forget()
+
+    def _forget(self) -> None:
+        while sum(kept.nbytes for kept in self._kept.values()) > self._cache_bytes:
+            self._kept.popitem(last=False)
 
     def slices(
         self, array_key: str, entry: ArrayEntry, index: int, span: tuple[int, int], step: int, *, shared: bool

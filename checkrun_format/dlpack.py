@@ -166,19 +166,12 @@ def scatter(values: npt.NDArray[Any], positions: Selection, out: Array, places: 
         out[places] = values[positions].astype(out.dtype, copy=False)
 
 
-def receive(array: Array, read: Callable[[npt.NDArray[Any]], object]) -> bool:
-    """Have a destination filled by what reads into memory of the dtype that stores its values.
-
-    False, and nothing is read, if its byte order is not the machine's.
-    """
-    if not isinstance(array, np.ndarray):
-        array.receive(..., read)
-        return True
-    target = dtypes.as_stored(array)
-    if target is None:
-        return False
-    read(target)
-    return True
+def receive(run: Array, read: Callable[[npt.NDArray[Any]], object]) -> None:
+    """Have a piece of `run_of` filled by what reads into memory of the host."""
+    if isinstance(run, np.ndarray):
+        read(run)
+    else:
+        run.receive(..., read)
 
 
 def _import(array: object, what: str) -> Array:

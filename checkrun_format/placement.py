@@ -7,19 +7,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from checkrun_format import dlpack, dtypes
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.movement import aligned_empty
 
 if TYPE_CHECKING:
     from checkrun_format.devices import DeviceArray, Way
 
 FRAMEWORKS = ("numpy", "torch", "jax", "cupy")
-
-_ALIGNED = 64
-"""Bytes; jax takes no memory that begins elsewhere without copying it."""
 
 _NARROWED_BY_JAX = ("float64", "int64", "uint64", "complex128")
 
@@ -73,7 +70,7 @@ class Placement:
             devices = _devices()
             tensor = devices.torch.empty(shape, dtype=devices.tensor_dtype(dtype), device=self._device)
             return self._destination(tensor)
-        return np.empty(shape, dtypes.logical(dtype)) if self._framework == "numpy" else _aligned(shape, dtype)
+        return aligned_empty(shape, dtypes.logical(dtype))
 
     def into(self, out: object, what: str) -> Array:
         """An array of the caller's to be read into, wherever it is.
@@ -130,11 +127,3 @@ def _devices() -> Any:
     from checkrun_format import devices
 
     return devices
-
-
-def _aligned(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    kind = dtypes.logical(dtype)
-    size = int(np.prod(shape, dtype=object)) * kind.itemsize
-    memory = np.empty(size + _ALIGNED, np.uint8)
-    start = -memory.ctypes.data % _ALIGNED
-    return memory[start : start + size].view(kind).reshape(shape)

@@ -32,12 +32,15 @@ from checkrun_format.manifest import (
     TableEntry,
     TensorEntry,
 )
+from checkrun_format.movement import within
 from checkrun_format.rows import Ids, Mask, Moves, Selection, length
 from checkrun_format.stores import Store
 from checkrun_format.workers import Workers
 
 _READ_BYTES = 1 << 20
 """What is read at a time, and decoded while it is in the cache."""
+
+_READ_ROWS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,16 +421,17 @@ class Block:
     def _decode_raw(self, f: BlockField, index: int, moves: Moves, out: Array) -> None:
         name, stored = f"{f.name}.values", self._stored(f)
         entry = self.array(name, stored, (self.entry.rows, *(() if f.columns is None else (f.columns,))))
-        place, positions, places = self.place(name), moves.given, moves.to
+        positions, places = moves.given, moves.to
         run = moves.kept is None and isinstance(positions, slice) and isinstance(places, slice)
-        if run and f.dtype == dtypes.name_of(out.dtype):
-            assert isinstance(positions, slice)
-            read = functools.partial(self._chunks.into, place, entry, index, positions, shared=self._shared)
-            if dlpack.receive(out[places], read):
+        if run and isinstance(out, np.ndarray) and f.dtype == dtypes.name_of(out.dtype):
+            target = dtypes.as_stored(out[places])
+            if target is not None:
+                assert isinstance(positions, slice)
+                self._chunks.into(self.place(name), entry, index, positions, target, shared=self._shared)
                 return
         step = self._step(name)
         for low, values in self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared):
-            some, to = moves.within(low, low + step)
+            some, to = within(moves, low, low + step)
             if length(some):
                 dlpack.scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
 
@@ -444,13 +448,14 @@ class Block:
             for name, entry in arrays.items()
         )
         for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
-            some, to = moves.within(low, low + step)
+            some, to = within(moves, low, low + step)
             if length(some):
                 dlpack.decode_affine(codes, qparams, f.bits or 0, out, some, to)
 
     def _step(self, *names: str) -> int:
         """Rows that are read at a time."""
-        return max(1, _READ_BYTES // sum(row_bytes(self.entry.arrays[name]) for name in names))
+        width = sum(row_bytes(self.entry.arrays[name]) for name in names)
+        return max(1, min(_READ_ROWS, _READ_BYTES // width))
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""

@@ -29,7 +29,7 @@ from checkrun_format.rows import (
     length,
     shifted,
 )
-from checkrun_format.workers import Workers
+from checkrun_format.workers import Budget, Workers
 
 Layers: TypeAlias = Sequence[tuple[StoredCheckpoint, TableEntry]]
 
@@ -128,7 +128,7 @@ def _spans(block: Block, part: Part) -> Iterator[tuple[str, int, int]]:
         yield f.name, start, start + (f.columns or 1)
 
 
-def pieces(layers: Layers, wanted: Wanted, at_a_time: int = 1 << 26) -> Iterator[Piece]:
+def pieces(layers: Layers, wanted: Wanted, at_a_time: int = Budget().rows) -> Iterator[Piece]:
     """The pieces that together supply every wanted row once, from the newest layer down.
 
     Row indices alone decide; values are not read. Layers and chunks without a surviving row are passed over.
@@ -295,6 +295,7 @@ def fill(
     out: Mapping[str, Array],
     columns: Mapping[str, tuple[int, int]],
     workers: Workers,
+    at_a_time: int = Budget().rows,
 ) -> None:
     """Read the wanted rows of some fields into arrays, which are filled when `workers` is done.
 
@@ -304,10 +305,12 @@ def fill(
         Field name to an array (n, width) or (n,) of the field's logical dtype, on the CPU or on its way to a device.
     columns : mapping
         Field name to the range of columns that its array takes.
+    at_a_time : int
+        As of `pieces`.
     """
     fields = {f.name: f for f in layers[0][1].fields if f.name in out}
     prepare(sum(array.nbytes for array in out.values()))
-    for piece in pieces(layers, wanted):
+    for piece in pieces(layers, wanted, at_a_time):
         for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):
             if f.name not in fields:
                 continue

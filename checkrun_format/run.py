@@ -38,6 +38,7 @@ from checkrun_format.stores import AlreadyExistsError, Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
 from checkrun_format.versions import FORMAT_VERSION
+from checkrun_format.workers import Budget
 from checkrun_format.writer import CHUNK_BYTES
 
 _REQUIRED: Final = object()
@@ -57,6 +58,7 @@ def open_run(
     durable: bool = True,
     takeover: bool = False,
     keep: Keep | None = None,
+    max_host_bytes: int = Budget().max_host_bytes,
 ) -> Run:
     """Open a run.
 
@@ -91,6 +93,8 @@ def open_run(
     keep : Keep
         After each commit, prune what these rules do not keep, in the background. By default nothing is ever removed.
         Who follows a run by `changes_since` has to keep up: what changed across a pruned checkpoint is not known.
+    max_host_bytes : int
+        About how much memory a read may use beside the arrays that it reads into, see `Checkpoint.load`.
 
     Raises
     ------
@@ -102,12 +106,13 @@ def open_run(
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
+    budget = Budget(max_host_bytes)
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable)
     method = None if encoder is None else checked_encoder(encoder, "encoder")
     base_rule = BaseRule(policy=policy, every=every)
     options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)
-    run = Run(store, mode, options, keep)
+    run = Run(store, mode, options, keep, budget)
     if takeover:
         run.take_over()
     return run
@@ -129,9 +134,11 @@ def _create_run(store: Store) -> None:
 class Run:
     """One training history; from `open_run`."""
 
-    def __init__(self, store: Store, mode: str, options: Options, keep: Keep | None = None) -> None:
+    def __init__(
+        self, store: Store, mode: str, options: Options, keep: Keep | None = None, budget: Budget | None = None
+    ) -> None:
         self._store = store
-        self._history = History(store)
+        self._history = History(store, budget)
         if mode == "a":
             _create_run(store)
         self._history.check_run()
@@ -353,6 +360,7 @@ class Run:
         device: object = None,
         skip_damaged: bool = False,
         fallback: bool = False,
+        max_host_bytes: int | None = None,
     ) -> State:
         """Read a checkpoint and make it the origin of this run's next saves; counts as a restore.
 
@@ -367,6 +375,8 @@ class Run:
         fallback : bool
             Verify, and take the newest checkpoint whose whole chain is sound. Those that it passes over are named in a
             FallbackWarning and in the log.
+        max_host_bytes : int
+            As of `Checkpoint.load`.
 
         Raises
         ------
@@ -383,7 +393,7 @@ class Run:
                 chosen = self._newest_sound()
             else:
                 chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-            state: State = chosen.load(out=out, framework=framework, device=device)
+            state: State = chosen.load(out=out, framework=framework, device=device, max_host_bytes=max_host_bytes)
             saver.ledger.restored_from(chosen.sequence)
             return state
 

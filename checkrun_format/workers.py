@@ -5,13 +5,57 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
+import numpy as np
+
+from checkrun_format.errors import InvalidInputError
+
 Task: TypeAlias = Callable[[], object]
 
-_BUDGET_BYTES = 64 << 20
 _SMALL_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory that a read may hold beside the arrays that it reads into.
+
+    A quarter each: tasks that wait or run; chunks that are kept, since many small parts share them; which rows are
+    decided; and the row chunk whose turn it is. A chunk is read whole: where one takes more, it is more.
+
+    Attributes
+    ----------
+    max_host_bytes : int
+
+    Raises
+    ------
+    InvalidInputError
+        Not a positive number of bytes.
+    """
+
+    max_host_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        given: object = self.max_host_bytes
+        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 1:
+            raise InvalidInputError(f"max_host_bytes {given!r}; a positive number of bytes, such as 256 << 20")
+
+    @property
+    def tasks(self) -> int:
+        """Bytes for `Workers`."""
+        return int(self.max_host_bytes) // 4
+
+    @property
+    def kept(self) -> int:
+        """Bytes of chunks that are kept."""
+        return int(self.max_host_bytes) // 4
+
+    @property
+    def rows(self) -> int:
+        """How many wanted rows are resolved at a time."""
+        return max(1 << 16, int(self.max_host_bytes) // 4)
 
 
 class Workers:
@@ -37,7 +81,7 @@ class Workers:
     [0, 1, 4]
     """
 
-    def __init__(self, threads: int, budget_bytes: int = _BUDGET_BYTES) -> None:
+    def __init__(self, threads: int, budget_bytes: int = Budget().tasks) -> None:
         self._threads = threads
         self._budget = budget_bytes
         self._pool: ThreadPoolExecutor | None = None

@@ -8,8 +8,9 @@ from typing import Any
 
 from numba import types
 
+from checkrun_format.quantize.engine import LINE
 from checkrun_format.quantize.kernels import compiled_as, filled, given
-from checkrun_format.quantize.lines import LINE, put_line, settle, whole_lines
+from checkrun_format.quantize.lines import put_line, settle, whole_lines
 
 WORDS = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 """What rows are copied in, by size."""
@@ -19,6 +20,7 @@ _SIZE, _BYTE = types.int64, types.uint8
 _SIGNATURES: dict[str, list[tuple[Any, ...]]] = {
     "claim_listed": [(given(_SIZE), filled(_BYTE), _BYTE, filled(types.boolean))],
     "claim_run": [(filled(_BYTE), _BYTE, filled(types.boolean))],
+    "list_kept": [(given(types.boolean), _SIZE, given(_SIZE), _SIZE, filled(_SIZE), filled(_SIZE))],
     "move_rows": [
         (given(word), given(_SIZE), _SIZE, filled(word), types.UniTuple(_SIZE, 2), given(_SIZE))
         for word in WORDS.values()
@@ -69,6 +71,33 @@ def claim_run(seen, mark, kept):
         count += seen[i] == 0
     seen[:] = mark
     return -1 if twice else count
+
+
+def list_kept(kept, low, places, first, positions, to):
+    """Positions and places of what is kept of a run of positions.
+
+    Parameters
+    ----------
+    kept : bool array (n,)
+    low : int
+        The first position.
+    places : int64 array (n,)
+        The place of each position; empty: from `first` on.
+    first : int
+    positions, to : int64 array (n,)
+        Receive them.
+
+    Returns
+    -------
+    int
+        How many.
+    """
+    count = 0
+    for i in range(kept.size):
+        positions[count] = low + i
+        to[count] = places[i] if places.size else first + i
+        count += kept[i]
+    return count
 
 
 def move_rows(source, positions, words, target, rows_out, places):

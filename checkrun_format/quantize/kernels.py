@@ -17,8 +17,9 @@ from numba import types
 from numba.extending import register_jitable
 
 from checkrun_format.quantize import lanes
+from checkrun_format.quantize.engine import LINE
 from checkrun_format.quantize.lanes import LANES
-from checkrun_format.quantize.lines import LINE, put_line, settle, whole_lines
+from checkrun_format.quantize.lines import put_line, settle, whole_lines
 from checkrun_format.quantize.trials import NARROWEST, RISK
 
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64

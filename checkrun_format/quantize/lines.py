@@ -16,8 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
-LINE = 64
-"""Bytes of a line, and of its alignment."""
+from checkrun_format.quantize.engine import LINE
 
 _WORD = ir.IntType(64)
 _VECTOR = ir.VectorType(_WORD, LINE // 8)

