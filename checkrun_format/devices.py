@@ -1,8 +1,8 @@
-"""Arrays on a torch device, and the way of chunks to it. Imported with the first of them.
+"""Arrays on a torch device, and the way of rows to it. Imported with the first of them.
 
-A chunk is read into one of two buffers in pinned memory, copied on a stream of its own, and decoded on the device: the
-host holds no more of a table than these buffers. Where there is no such stream (`device="cpu"`), the same code copies
-and decodes at once.
+What is read of a chunk goes, a slice at a time, into one of two buffers in pinned memory, is copied on a stream of its
+own, and decoded on the device, while the next slice is read. Where there is no such stream (`device="cpu"`), the same
+code copies and decodes at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from checkrun_format.quantize import tensors
 from checkrun_format.rows import Selection, length
 
 BUFFERS = 2
-"""Chunks on their way to one device at a time."""
+"""Slices on their way to one device at a time."""
 
-_PIECE_BYTES = 16 << 20
-"""Bytes that are copied to a device at a time, where they are not one chunk."""
+_PIECE_BYTES = 1 << 20
+"""Bytes of values that are copied to a device at a time."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By bytes of an element, what it is moved as: its bits stay as they are, and torch moves these on every device."""

@@ -43,8 +43,10 @@ class Placement:
             raise InvalidInputError(f"framework={framework!r}; known are {', '.join(FRAMEWORKS)}")
         if framework == "numpy" and device is not None and str(device) != "cpu":
             raise InvalidInputError(f"device={device!r}: numpy has arrays on the CPU alone; give framework='torch'")
-        if framework == "cupy" and device is None:
-            device = "cuda"
+        if framework == "cupy":
+            device = "cuda" if device is None else device
+            if str(device).partition(":")[0] != "cuda":
+                raise InvalidInputError(f"device={device!r}: cupy has arrays on GPUs alone; give 'cuda'")
         self._framework = framework or ("numpy" if device is None else "torch")
         self._module: Any = None if self._framework == "numpy" else _imported(self._framework)
         self._device = None if device is None or framework == "numpy" else dlpack.checked_device(device)

@@ -72,7 +72,8 @@ class Table:
     Parameters
     ----------
     fields : mapping of text to array
-        Field name (`[a-z][a-z0-9_]{0,63}`) to an array (rows, columns) or (rows,). All rows of the table.
+        Field name (`[a-z][a-z0-9_]{0,63}`) to an array (rows, columns) or (rows,). All rows of the table. Of those on
+        a device, rows are gathered and encoded there, piece by piece.
     changed : row ids, boolean mask of (rows,), or ALL
         The rows changed since the run's origin (its last committed save or restore) that no save was told yet.
         Required once the table has been saved. In a keyed table: keys, or a mask aligned with `keys`. New rows and

@@ -378,6 +378,7 @@ class TestRefused:
             ({"device": "cuda:4711"}, "device='cuda:4711' is not there for torch"),
             ({"device": 1.5}, "device=1.5 is not there for torch"),
             ({"device": "meta"}, "device='meta': tensors there hold no values"),
+            ({"framework": "cupy", "device": "cpu"}, "device='cpu': cupy has arrays on GPUs alone"),
             ({"framework": "numpy", "device": "cuda"}, "device='cuda': numpy has arrays on the CPU alone"),
             ({"framework": "torch"}, "tensor 'when': torch has no datetime64_s; read it with framework='numpy'"),
             ({"device": "cpu"}, "tensor 'when': torch has no datetime64_s"),
