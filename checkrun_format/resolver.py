@@ -144,7 +144,7 @@ def pieces(layers: Layers, wanted: Wanted, at_a_time: int = Budget().rows) -> It
     DamagedError
         Rows are stored twice, or nowhere (RES-1).
     """
-    for low in range(0, len(wanted), at_a_time):
+    for low in range(0, max(1, len(wanted)), at_a_time):  # of no rows, too, the newest layer is checked
         for piece in _pieces(layers, wanted.section(low, min(low + at_a_time, len(wanted)))):
             yield piece if low == 0 else replace(piece, moves=piece.moves.shifted(low))
 

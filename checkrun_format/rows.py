@@ -271,12 +271,12 @@ def pick(selection: Selection, kept: Selection) -> Selection:
     return shifted(kept, selection.start)
 
 
-def within(positions: Selection, low: int, high: int) -> slice:
+def _within(positions: Selection, low: int, high: int) -> slice:
     """Which of some ascending positions are from `low` to `high` - 1.
 
     Examples
     --------
-    >>> within(slice(3, 9), 4, 60), within(np.array([2, 4, 9]), 4, 9)
+    >>> _within(slice(3, 9), 4, 60), _within(np.array([2, 4, 9]), 4, 9)
     (slice(1, 6, None), slice(1, 2, None))
     """
     if isinstance(positions, slice):
@@ -331,7 +331,7 @@ class Moves:
 
     def within(self, low: int, high: int) -> tuple[Selection, Selection]:
         """Positions from `low` to `high` - 1 that go, counted from `low`; and their places."""
-        some = within(self.given, low, high)
+        some = _within(self.given, low, high)
         kept = some if self.kept is None else shifted(as_slice(np.flatnonzero(self.kept[some])), some.start)
         return shifted(pick(self.given, kept), -low), pick(self.to, kept)
 

@@ -1,7 +1,8 @@
-"""Claims and scatters against numpy, compiled and not."""
+"""Claims, listings and scatters against numpy, compiled and not."""
 
 from __future__ import annotations
 
+import contextlib
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from checkrun_format.movement import Claims, TwiceError, aligned_empty, engine, prepare, scatter
-from checkrun_format.rows import Selection
+from checkrun_format import quantize
+from checkrun_format.movement import Claims, TwiceError, aligned_empty, engine, prepare, scatter, within
+from checkrun_format.quantize import engine as quantize_engine
+from checkrun_format.rows import Moves, Selection
 
 WANTED = 5000
 
@@ -72,6 +75,48 @@ def test_a_row_that_a_layer_has_twice_is_found(again: Selection, before: bool) -
     claims.claim(np.array([3, 7]))
     with pytest.raises(TwiceError):
         claims.claim(again)
+
+
+@pytest.mark.parametrize("places", [slice(100, 140), np.arange(0, 80, 2)], ids=["run", "listed"])
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0, None], ids=str)
+@pytest.mark.parametrize("step", [1, 7, 100])
+def test_listing_equals_moves(places: Selection, chance: float | None, step: int) -> None:
+    rng = np.random.default_rng(3)
+    kept = np.arange(40) // 10 == 2 if chance is None else rng.random(40) < chance
+    for given in (slice(11, 51), np.arange(11, 91, 2)):
+        moves, found = Moves(given, places, kept), []
+        for low in range(0, 100, step):
+            some, to = within(moves, low, low + step)
+            numbers = [np.arange(100_000)[selection].tolist() for selection in (some, to)]
+            wanted = [np.arange(100_000)[selection].tolist() for selection in moves.within(low, low + step)]
+            assert numbers == wanted
+            found += numbers[1]
+        assert found == np.arange(100_000)[moves.places].tolist()
+
+
+@pytest.mark.parametrize("columns", [8, 16, 32, 48, 64])
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("bits", [4, 3])
+def test_decoded_rows_are_scattered_as_numpy_does(columns: int, offset: int, bits: int, way: str) -> None:
+    """Into a large array, whose rows are whole cache lines or not; and from some rows of the codes."""
+    rng = np.random.default_rng(columns)
+    q = quantize.encode(rng.random((500, columns), np.float32), bits=bits)
+    memory = aligned_empty((30_000 * columns + offset,), np.dtype(np.float32))
+    memory[:] = -1
+    out = memory[offset:].reshape(30_000, columns)
+    positions, places = np.arange(0, 500, 2), np.sort(rng.choice(30_000, 250, replace=False))
+    wanted = np.full_like(out, -1)
+    wanted[places] = quantize.decode(q)[positions]
+    with (
+        contextlib.nullcontext()
+        if way == "compiled"
+        else unittest.mock.patch.object(quantize_engine, "kernels", return_value=None)
+    ):
+        quantize.scatter_affine(q.codes, q.qparams, bits, columns, out, rows=positions, dest=places)
+        assert np.array_equal(out, wanted)
+        quantize.scatter_affine(q.codes, q.qparams, bits, columns, out, rows=slice(250, 500), dest=places)
+    wanted[places] = quantize.decode(q)[250:]
+    assert np.array_equal(out, wanted)
 
 
 DTYPES = ["float32", "float64", "uint8", "int16", "bool", "complex128", "bfloat16", "float8_e4m3fn"]
