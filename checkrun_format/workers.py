@@ -13,7 +13,7 @@ import numpy as np
 
 from checkrun_format.errors import InvalidInputError
 
-Task: TypeAlias = Callable[[], None]
+Task: TypeAlias = Callable[[], object]
 
 _SMALL_BYTES = 256 << 10
 
