@@ -82,6 +82,9 @@ class Checkpointer:
     on_busy : "wait", "skip" or "cancel"
         What `save_async` does while an earlier save goes on: wait for it, do without this one (rows stay noted), or
         give that one up.
+    keep_memory : bool
+        Keep the memory that `save_async` copies into: as much as the model takes, once a base was saved. A base then
+        stalls training for less time, since touching fresh memory takes longer than the copy.
 
     Raises
     ------
@@ -109,6 +112,7 @@ class Checkpointer:
         stateful: Mapping[str, Stateful] | None = None,
         budget: ReaderBudget | None = None,
         on_busy: OnBusy = "wait",
+        keep_memory: bool = False,
         **options: Any,
     ) -> None:
         self._every = _checked_interval(every, budget)
@@ -119,15 +123,15 @@ class Checkpointer:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
         self._opened = not isinstance(run, Run)
         self.run: Run = run if isinstance(run, Run) else open_run(run, "a", **options)
-        self.tracker = Tracker(found, self._content.optimizers.fields)
+        optimizers = self._content.optimizers.optimizers.values()
+        self.tracker = Tracker(found, self._content.optimizers.fields, optimizers)
         self._optimizer_handles = [
-            optimizer.register_load_state_dict_post_hook(self._optimizer_loaded)
-            for optimizer in self._content.optimizers.optimizers.values()
+            optimizer.register_load_state_dict_post_hook(self._optimizer_loaded) for optimizer in optimizers
         ]
         self.step = 0
         """Steps done so far; of the restored checkpoint, to begin with."""
         self._budget = budget
-        self._copier = Copier()
+        self._copier = Copier(keep=keep_memory)
         self._pending: PendingSave | None = None
         self._taken: dict[str, Taken] = {}
         self._dropped: tuple[str, ...] = ()
