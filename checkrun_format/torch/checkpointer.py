@@ -124,7 +124,7 @@ class Checkpointer:
         self._opened = not isinstance(run, Run)
         self.run: Run = run if isinstance(run, Run) else open_run(run, "a", **options)
         optimizers = self._content.optimizers.optimizers.values()
-        self.tracker = Tracker(found, self._content.optimizers.fields, optimizers)
+        self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
         self._optimizer_handles = [
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded) for optimizer in optimizers
         ]
@@ -180,7 +180,10 @@ class Checkpointer:
         if rows is ALL:
             self.tracker.tables[table].mark_all("mark() said so")
         else:
-            given = torch.as_tensor(rows)
+            try:
+                given = torch.as_tensor(rows)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InvalidInputError(f"table {table!r}, mark: no row numbers: {error}") from error
             self.tracker.tables[table].mark(given if given.numel() else given.to(torch.int64))
 
     def check(self) -> Inspection:
@@ -282,13 +285,12 @@ class Checkpointer:
             Asked only if there is a save.
         """
         self.step = self._numbered(step) + 1
-        if self._pending is not None and self._pending.done():
-            self._settle("wait")
-        if not self._is_due():
-            return None
-        pending = self.save_async(extra=extra)
-        self._allow_readers()
-        return pending
+        try:
+            if self._pending is not None and self._pending.done():
+                self._settle("wait")
+            return self.save_async(extra=extra) if self._is_due() else None
+        finally:
+            self._allow_readers()  # after a failure, too: whoever goes on must not wait for batches for ever
 
     def _is_due(self) -> bool:
         if isinstance(self._every, dt.timedelta):

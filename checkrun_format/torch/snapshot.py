@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from checkrun_format.blocks import FieldPlan
-from checkrun_format.quantize import Quantized
+from checkrun_format.quantize import Quantized, encode
 from checkrun_format.quantize.engine import spread
 from checkrun_format.quantize.record import join
-from checkrun_format.quantize.tensors import encode_tensor
 from checkrun_format.rows import Ids, Selection, as_slice, length
 from checkrun_format.saving import Stored
 from checkrun_format.torch.memory import StagingMemory, room_for
@@ -77,7 +76,7 @@ class Copier:
         qparams = plan.qparams
         for low in range(0, what.count, step):
             some = _selected(values, _part(what.rows, low, min(low + step, what.count)))
-            pieces.append(encode_tensor(some, plan.bits or 0, plan.encoder, qparams))
+            pieces.append(encode(some, plan.bits or 0, plan.encoder, qparams))
             qparams = pieces[0].qparams.dtype.name
         return join(pieces)
 

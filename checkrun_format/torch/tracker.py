@@ -56,7 +56,7 @@ class TouchedRows:
     """
 
     def __init__(
-        self, found: FoundTable, states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]], *, is_trained: bool
+        self, found: FoundTable, states: Callable[[nn.Parameter], Sequence[torch.Tensor]], *, is_trained: bool
     ) -> None:
         self._is_trained = is_trained
         self.name = found.name
@@ -148,7 +148,7 @@ class TouchedRows:
 
     def _versions(self) -> tuple[Any, ...]:
         """What becomes another with each write in place to the table or its state, `.data` and numpy views apart."""
-        tensors = [self.parameter, *self._states(self.parameter).values()]
+        tensors = [self.parameter, *self._states(self.parameter)]
         return tuple((id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors)  # noqa: SLF001 - the only way
 
     def look(self) -> None:
@@ -268,7 +268,7 @@ class Tracker:
     ----------
     found : sequence of FoundTable
     states : callable
-        Gives the row-aligned optimizer state of a parameter, by name.
+        Gives the tensors of the optimizers' state of a parameter.
     optimizers : optimizers
         Those that are known; steps of all others are seen, too.
     """
@@ -276,7 +276,7 @@ class Tracker:
     def __init__(
         self,
         found: Sequence[FoundTable],
-        states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]] = lambda _: {},
+        states: Callable[[nn.Parameter], Sequence[torch.Tensor]] = lambda _: (),
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         trained = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -287,6 +287,7 @@ class Tracker:
             weakref.WeakKeyDictionary()
         )
         self._hook_modules(found)
+        weakref.finalize(self, _remove, self._handles)
         this = weakref.ref(self)  # hooks on all optimizers of the process must not keep a model alive
         self._handles += [
             register_optimizer_step_pre_hook(lambda optimizer, *_: _call(this, Tracker._before_step, optimizer)),
@@ -307,9 +308,7 @@ class Tracker:
 
     def close(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
 
     def take(self) -> dict[str, Taken]:
         """Take what changed since the last snapshot, by table."""
@@ -349,6 +348,11 @@ class Tracker:
     def _after_step(self, optimizer: Optimizer) -> None:
         for place, table in self._held(optimizer):
             table.stepped(optimizer, optimizer.param_groups[place])
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _call(tracker: weakref.ref[Tracker], method: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:
