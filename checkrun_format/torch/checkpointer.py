@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import logging
 import os
@@ -224,8 +225,8 @@ class Checkpointer:
         """
         self._settle("wait")
         state, number = self._state(extra, copy=None), self._numbered(step)
-        self._take(state)
         try:
+            self._take(state)
             checkpoint = self.run.save(state, step=number, dropped=self._dropped)
         except BaseException:
             self._put_back()
@@ -258,19 +259,20 @@ class Checkpointer:
         if not self._settle(_checked_on_busy(on_busy or self._on_busy)):
             return None
         state, number = self._state(extra, copy=self._copier), self._numbered(step)
-        self._take(state)
 
         def save(stage: Stage, check: Callable[[], None]) -> Checkpoint:
             return self.run.save(state, step=number, dropped=self._dropped, stage=stage, check=check)
 
         pending = PendingSave(number, save, lambda stored: self._copier.rows(stored, self._content.fields))
         try:
+            self._take(state)
+            self._pending = pending
             pending.start()
         except BaseException:
             pending.wait()
             self._put_back()
+            self._pending = None
             raise
-        self._pending = pending
         self._saved_at = time.monotonic()
         return pending
 
@@ -329,11 +331,12 @@ class Checkpointer:
 
     def _take(self, state: State) -> None:
         """Take what changed since the last save, and tell the state."""
-        self._taken = self.tracker.take()
+        self._taken = self.tracker.changed()
+        self.tracker.clear(self._taken)  # whatever interrupts this: all of it is put back
         if self._sample is not None:
             for name in self._sample.missed(self._taken, self._content.fields):
                 reason = "a sample of its rows changed without being noted; Checkpointer.check() tells more"
-                self._taken[name] = Taken(rows=self._taken[name].rows, whole=reason)
+                self._taken[name] = dataclasses.replace(self._taken[name], whole=reason)
             self._sample, self._sampled = None, True
         elif not self._sampled:
             self._sample = Sample(self.tracker.tables, self._content.fields)
@@ -378,13 +381,13 @@ class Checkpointer:
         if on_busy == "cancel":
             pending.cancel()
         pending.wait()
-        self._pending = None
         failure = pending.failure()
         if failure is None:
             self._saved()
-            return True
-        self._put_back()
-        if not pending.reported and not isinstance(failure, SaveCancelledError):
+        else:
+            self._put_back()
+        self._pending = None
+        if failure is not None and not pending.reported and not isinstance(failure, SaveCancelledError):
             failure.add_note(f"in the save of step {pending.step}, which went on in the background")
             raise failure
         return True

@@ -35,11 +35,12 @@ class Taken:
     """What a snapshot took of a table's records.
 
     `rows` are the touched rows, ascending, int64 on the table's device; `whole` says why any row may have changed, None
-    if only those did.
+    if only those did. `reached` are rows that have a gradient.
     """
 
     rows: torch.Tensor
     whole: str | None
+    reached: torch.Tensor
 
 
 class TouchedRows:
@@ -164,19 +165,21 @@ class TouchedRows:
 
     # Snapshots --------------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken:
-        """Take what changed since the last snapshot; rows whose change is yet to come stay set."""
+    def changed(self) -> Taken:
+        """What changed since the last snapshot."""
         if self.bitmap.device != self.parameter.device:
             self._move()
         self.look()
-        reached = gradient_rows(self.parameter)  # as long as a gradient is there, the next step may use it
+        reached = gradient_rows(self.parameter)
         self._audit(reached)
-        taken = Taken(rows=_nonzero(self.bitmap), whole=self.whole)
+        return Taken(rows=_nonzero(self.bitmap), whole=self.whole, reached=reached)
+
+    def clear(self, taken: Taken) -> None:
+        """Forget what a snapshot took, apart from rows whose change is yet to come."""
         _keep_only(self.bitmap, self._number)
-        if reached.numel():
-            self.bitmap[reached] = self.bitmap[reached].clamp_(min=_OLDEST)
+        if taken.reached.numel():  # as long as a gradient is there, the next step may use it
+            self.bitmap[taken.reached] = self.bitmap[taken.reached].clamp_(min=_OLDEST)
         self.whole = self.whole if self.tracking == "all" else None
-        return taken
 
     def put_back(self, taken: Taken) -> None:
         """Put back what a snapshot took that was not saved."""
@@ -310,9 +313,14 @@ class Tracker:
         """Take all hooks off."""
         _remove(self._handles)
 
-    def take(self) -> dict[str, Taken]:
-        """Take what changed since the last snapshot, by table."""
-        return {name: table.take() for name, table in self.tables.items()}
+    def changed(self) -> dict[str, Taken]:
+        """What changed since the last snapshot, by table."""
+        return {name: table.changed() for name, table in self.tables.items()}
+
+    def clear(self, taken: Mapping[str, Taken]) -> None:
+        """Forget what a snapshot took, apart from rows whose change is yet to come."""
+        for name, some in taken.items():
+            self.tables[name].clear(some)
 
     def put_back(self, taken: Mapping[str, Taken]) -> None:
         """Put back what was not saved."""
