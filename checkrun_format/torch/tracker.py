@@ -81,7 +81,10 @@ class TouchedRows:
             self._move()
         if rows.is_nested:
             rows = rows.values()
-        self.bitmap[rows.detach().reshape(-1)] = self._current
+        rows = rows.detach().reshape(-1)
+        if rows.device != self.bitmap.device:  # of a replica
+            rows = rows.to(self.bitmap.device)
+        self.bitmap[rows] = self._current
 
     def mark(self, rows: torch.Tensor) -> None:
         """Note that rows changed, or will with the next step of an optimizer, if there is one.
@@ -256,6 +259,8 @@ class Hook:
         lookups = self.lookups
         if lookups is None or not (torch.is_grad_enabled() or lookups.renormalizes):
             return
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            return  # what is made there is another model, without hooks
         for local, rows in lookups.rows(arguments, named).items():
             table = self.tables.get(local)
             if table is not None and (table.parameter.requires_grad or lookups.renormalizes):

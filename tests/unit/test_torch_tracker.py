@@ -191,6 +191,13 @@ class TestLookups:
         assert taken(tracker, "0.weight") == list(range(21))
         torch.compiler.reset()
 
+    def test_exported_models_know_nothing_of_it(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        exported = torch.export.export(model, (ids(1, 2),))
+        assert torch.equal(exported.module()(ids(3, 4)), model.weight[[3, 4]])
+        assert taken(tracker) == []
+
 
 class TestSteps:
     """Rows whose change is yet to come stay noted."""
