@@ -448,8 +448,7 @@ class Checkpointer:
         chosen = self._chosen(checkpoint, missing_ok=missing_ok, fallback=fallback)
         if chosen is None:
             return None
-        told = chosen.extra if isinstance(chosen.extra, dict) else {}
-        document = told.get("torch", {})
+        extra, document = _taken_apart(chosen.extra)
         fit = self._content.fit(chosen, document)
         if strict and fit.problems:
             raise InvalidInputError(
@@ -461,7 +460,6 @@ class Checkpointer:
         state = self.run.restore(chosen, tables=list(out.tables), out=out)
         self._content.finish(state, document)
         self._go_on_from(chosen, fit.partial)
-        extra = told.get("extra") if "torch" in told else chosen.extra
         return Restored(checkpoint=chosen, step=chosen.step, extra=extra, problems=fit.problems)
 
     def _chosen(self, checkpoint: int | Checkpoint | None, *, missing_ok: bool, fallback: bool) -> Checkpoint | None:
@@ -487,6 +485,13 @@ class Checkpointer:
         self.step = checkpoint.step or 0
         self._saved_at = time.monotonic()
         self._allow_readers()
+
+
+def _taken_apart(extra: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What the trainer gave as `extra`, and the document beside it; none in a checkpoint of somebody else."""
+    if isinstance(extra, dict) and isinstance(extra.get("torch"), dict) and "optimizers" in extra["torch"]:
+        return extra.get("extra"), extra["torch"]
+    return extra, {}
 
 
 def _asked_for(fields: Mapping[str, torch.Tensor]) -> Table:
