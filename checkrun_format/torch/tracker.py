@@ -259,7 +259,7 @@ class Hook:
         lookups = self.lookups
         if lookups is None or not (torch.is_grad_enabled() or lookups.renormalizes):
             return
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting():
             return  # what is made there is another model, without hooks
         for local, rows in lookups.rows(arguments, named).items():
             table = self.tables.get(local)
