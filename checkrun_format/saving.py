@@ -8,13 +8,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from checkrun_format import layout
-from checkrun_format.blocks import FieldPlan
+from checkrun_format.blocks import FieldPlan, Values
 from checkrun_format.chain import History, same_kind
 from checkrun_format.chunks import ChunkReader
 from checkrun_format.commit import (
@@ -43,7 +43,7 @@ from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BaseRule, BitRule, Past
-from checkrun_format.quantize import Method
+from checkrun_format.quantize import Method, Quantized
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
 from checkrun_format.rows import Ids, RowSet, Selection
@@ -59,11 +59,13 @@ from checkrun_format.staging import (
 )
 from checkrun_format.state import (
     ALL,
+    ArrayLike,
     Inherit,
     State,
     TableSource,
     blob_bytes,
     extra_json,
+    fetched,
     parse_json,
     table_sources,
     tensor_arrays,
@@ -106,6 +108,8 @@ class Prepared:
     extra: bytes
     parent: int | str | None
     force_full: bool = False
+    stage: Stage | None = None
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,28 @@ class Decided:
 
     below: StoredCheckpoint | None
     note: PolicyNote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a save stores of one table: which rows, by position in the table, and how their fields are encoded."""
+
+    rows: Selection
+    count: int
+    fields: Sequence[FieldPlan]
+
+
+Stage: TypeAlias = Callable[[Mapping[str, Stored]], Mapping[str, Mapping[str, ArrayLike]]]
+"""Gives for each table and field the values of just the rows that are stored, in their order; see `Run.save`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arranged:
+    """A save before it writes: what it stores of each table, and values that were staged for it."""
+
+    decided: Decided
+    plans: Mapping[str, tuple[TablePlan, Sequence[FieldPlan]]]
+    staged: Mapping[str, Mapping[str, Values]]
 
 
 class Saver:
@@ -129,17 +155,25 @@ class Saver:
     # A trainer's state ------------------------------------------------------------------------------------------------
 
     def save(
-        self, state: State, step: object, parent: int | str | None, dropped: Sequence[str], *, force_full: bool = False
+        self,
+        state: State,
+        step: object,
+        parent: int | str | None,
+        dropped: Sequence[str],
+        *,
+        force_full: bool = False,
+        stage: Stage | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Commit:
         """Save a state; see `Run.save`."""
         self.ledger.check_may_save()
-        prepared = self._prepare(state, step, parent, force_full=force_full)
+        prepared = replace(self._prepare(state, step, parent, force_full=force_full), stage=stage, check=check)
         self._tell(prepared, _checked_names(dropped, "dropped"))
         stored: dict[str, Touched] = {}
         settled: dict[str, list[FieldPlan]] = {}
         committed = self._commit(
-            lambda: self._decide(prepared.parent, force_full=force_full),
-            lambda claim, decided: self._write(self._writer(claim), prepared, decided, stored, settled),
+            lambda: self._arrange(prepared),
+            lambda claim, arranged: self._write(self._writer(claim), prepared, arranged, stored, settled),
             is_save=True,
         )
         self.ledger.saved(committed, stored, settled)
@@ -161,11 +195,12 @@ class Saver:
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent, force_full=force_full)
         self._tell(prepared, _checked_names(dropped, "dropped"))
-        decided = self._decide(prepared.parent, force_full=force_full)
+        arranged = self._arrange(prepared)
+        decided = arranged.decided
         claim, scale = Claim.of(self.ledger.head + 1), Scale(self._store.url)
         writer = Forecaster(scale, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
         group_bytes = open_attempt(scale, claim)
-        part_lists, content = self._write(writer, prepared, decided, {}, {})
+        part_lists, content = self._write(writer, prepared, arranged, {}, {})
         sealed = parse_occupant(seal(scale, claim, content, part_lists, group_bytes), claim.sequence)
         assert isinstance(sealed, Commit)
         return SavePlan(
@@ -236,20 +271,39 @@ class Saver:
             plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
         return plan, as_before or plans
 
+    def _arrange(self, prepared: Prepared) -> Arranged:
+        """Decide what is stored, and have it staged if the caller wants that."""
+        decided = self._decide(prepared.parent, force_full=prepared.force_full)
+        plans = {
+            name: self._table_plan(source, prepared.plans[name], decided.below)
+            for name, source in prepared.sources.items()
+        }
+        staged: Mapping[str, Mapping[str, Values]] = {}
+        if prepared.stage is not None:
+            stored = {
+                name: Stored(rows=plan.positions, count=plan.count, fields=fields)
+                for name, (plan, fields) in plans.items()
+                if plan.count
+            }
+            given = prepared.stage(stored)
+            staged = {name: _staged(prepared.sources[name], what, given.get(name, {})) for name, what in stored.items()}
+        return Arranged(decided=decided, plans=plans, staged=staged)
+
     def _write(
         self,
         writer: Writer,
         prepared: Prepared,
-        decided: Decided,
+        arranged: Arranged,
         stored: dict[str, Touched],
         settled: dict[str, list[FieldPlan]],
     ) -> tuple[list[PartList], Content]:
         """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
         entries = []
         with writer:
+            decided = arranged.decided
             for name, source in prepared.sources.items():
-                plan, encodings = self._table_plan(source, prepared.plans[name], decided.below)
-                writer.put_part(_part_source(source, plan, encodings))
+                plan, encodings = arranged.plans[name]
+                writer.put_part(_part_source(source, plan, encodings, arranged.staged.get(name), prepared.check))
                 entries.append(_entry(source, plan))
                 stored[name] = _touched(source, plan)
             for name, values in prepared.tensors.items():
@@ -259,6 +313,7 @@ class Saver:
             inline = len(prepared.extra) <= layout.MAX_INLINE_EXTRA
             span = None if inline else writer.put_span(prepared.extra)
             part_list = writer.finish()
+        prepared.check()
         statistics = merged_statistics([part_list])
         settled.update(self._settled(entries, prepared, statistics))
         return [part_list], Content(
@@ -658,10 +713,37 @@ def _size(commit_record: Commit) -> int:
     return commit_record.stored_bytes + commit_record.manifest.bytes
 
 
-def _part_source(source: TableSource, plan: TablePlan, plans: Sequence[Any]) -> PartSource:
+def _staged(source: TableSource, stored: Stored, given: Mapping[str, Any]) -> dict[str, Values]:
+    """The values that were staged of a table, checked."""
+    quantized: dict[str, Values] = {}
+    for plan in stored.fields:
+        q = given.get(plan.name)
+        if isinstance(q, Quantized):
+            wanted = (stored.count, plan.columns, plan.bits, plan.dtype, plan.qparams or q.qparams.dtype.name)
+            if (q.rows, q.columns, q.bits, q.dtype, q.qparams.dtype.name) != wanted:
+                raise InvalidInputError(
+                    f"table {source.name!r}, field {plan.name!r}: staged are {q.rows} rows of {q.columns} columns at "
+                    f"{q.bits} bits of {q.dtype}, where {stored.count} rows at {plan.bits} bits belong"
+                )
+            quantized[plan.name] = q
+    plain = [spec for spec in source.fields if spec.name not in quantized]
+    rest = {name: values for name, values in given.items() if name not in quantized}
+    return {**(fetched(source.name, plain, rest, stored.count) if plain else {}), **quantized}
+
+
+def _part_source(
+    source: TableSource,
+    plan: TablePlan,
+    plans: Sequence[FieldPlan],
+    staged: Mapping[str, Values] | None,
+    check: Callable[[], None],
+) -> PartSource:
     positions: Selection = plan.positions
 
     def fetch(low: int, high: int) -> dict[str, Any]:
+        check()
+        if staged is not None:
+            return {name: v.cut(low, high) if isinstance(v, Quantized) else v[low:high] for name, v in staged.items()}
         if isinstance(positions, slice):
             return source.fetch(slice(positions.start + low, positions.start + high))
         return source.fetch(positions[low:high])
@@ -671,7 +753,8 @@ def _part_source(source: TableSource, plan: TablePlan, plans: Sequence[Any]) -> 
         plans=plans,
         count=plan.count,
         fetch=fetch,
-        transient=source.transient,
+        transient=source.transient and staged is None,
+        quantized=any(isinstance(values, Quantized) for values in (staged or {}).values()),
         first_row=0 if plan.ids is None else -1,
         rows=plan.ids,
         recent=plan.recent,

@@ -269,7 +269,7 @@ def _function_fetch(
 ) -> Callable[[Selection], dict[str, Array]]:
     def fetch(selection: Selection) -> dict[str, Array]:
         ids = _positions(selection) if keys is None else keys[selection]
-        return _fetched(table, specs, function.fetch(ids.copy()), length(selection))
+        return fetched(table, specs, function.fetch(ids.copy()), length(selection))
 
     return fetch
 
@@ -335,8 +335,8 @@ def _positions(selection: Selection) -> Ids:
     return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
 
 
-def _fetched(table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int) -> dict[str, Array]:
-    """The arrays that a function gave, checked."""
+def fetched(table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int) -> dict[str, Array]:
+    """The arrays that a function gave for some rows, checked."""
     arrays = field_arrays(table, values, specs[0].device)
     for spec in specs:
         wanted = (count,) if spec.columns is None else (count, spec.columns)

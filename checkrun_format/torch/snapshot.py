@@ -1,0 +1,137 @@
+"""Copies of what is stored, taken while training waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from checkrun_format.blocks import FieldPlan
+from checkrun_format.quantize import Quantized, encode
+from checkrun_format.quantize.engine import spread
+from checkrun_format.quantize.record import join
+from checkrun_format.rows import Ids, Selection, as_slice, length
+from checkrun_format.saving import Stored
+from checkrun_format.torch.memory import StagingMemory, room_for
+
+Tensor = torch.Tensor
+
+_LARGE_BYTES = 4 << 20
+_PIECE_BYTES = 64 << 20
+
+
+class Copier:
+    """Copies rows and tensors into memory that is used again by the next save; see `StagingMemory` for `keep`."""
+
+    def __init__(
+        self,
+        *,
+        keep: bool = False,
+        encode_on: Callable[[torch.device], bool] = lambda device: device.type != "cpu",
+    ) -> None:
+        self._encode_on = encode_on
+        self._of_tables = StagingMemory(keep=keep)
+        self._of_tensors = StagingMemory(keep=keep)
+
+    def tensors(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of dense tensors."""
+        self._of_tensors.begin(sum(room_for(t.nbytes) for t in given.values()), _device(given.values()))
+        with torch.no_grad(), _finished():
+            return {name: _copied(self._of_tensors, tensor) for name, tensor in given.items()}
+
+    def rows(
+        self, stored: Mapping[str, Stored], fields: Callable[[str], Mapping[str, Tensor]]
+    ) -> dict[str, dict[str, Tensor | Quantized]]:
+        """The rows that are stored, by table and field: gathered where they are, and on a device quantized there."""
+        given = {name: fields(name) for name in stored}
+        parts = [
+            (what, plan, given[name][plan.name])
+            for name, what in stored.items()
+            for plan in what.fields
+            if not self._encodes(what, plan, given[name][plan.name])
+        ]
+        size = sum(room_for(what.count * _row_bytes(values)) for what, _, values in parts)
+        self._of_tables.begin(size, _device(values for _, _, values in parts))
+        with torch.no_grad(), _finished():
+            return {
+                name: {plan.name: self._taken(what, plan, given[name][plan.name]) for plan in what.fields}
+                for name, what in stored.items()
+            }
+
+    def _encodes(self, what: Stored, plan: FieldPlan, values: Tensor) -> bool:
+        """Whether rows are quantized before they are copied: not the few that share a block with other tables'."""
+        is_large = what.count * sum(f.row_bytes for f in what.fields) > _LARGE_BYTES
+        known = plan.encoder is None or plan.encoder.name in ("minmax", "symmetric", "refine", "greedy")
+        return self._encode_on(values.device) and plan.bits is not None and is_large and known
+
+    def _taken(self, what: Stored, plan: FieldPlan, values: Tensor) -> Tensor | Quantized:
+        if not self._encodes(what, plan, values):
+            return self._gathered(values, what.rows)
+        pieces: list[Quantized] = []
+        step = max(1, _PIECE_BYTES // _row_bytes(values))
+        qparams = plan.qparams
+        for low in range(0, what.count, step):
+            some = _selected(values, _part(what.rows, low, min(low + step, what.count)))
+            pieces.append(encode(some, plan.bits or 0, plan.encoder, qparams))
+            qparams = pieces[0].qparams.dtype.name
+        return join(pieces)
+
+    def _gathered(self, values: Tensor, rows: Selection) -> Tensor:
+        chosen = as_slice(rows)
+        count, out_of = length(chosen), self._of_tables.tensor
+        if isinstance(chosen, slice):
+            return _copied(self._of_tables, values[chosen])
+        out, ids = out_of((count, *values.shape[1:]), values.dtype), np.ascontiguousarray(chosen)
+        if values.device.type == "cpu" and values.is_contiguous() and values.numel():
+            _take(_as_items(values), ids, _as_items(out))
+            return out
+        return out.copy_(_selected(values, ids), non_blocking=True)
+
+
+def _selected(values: Tensor, rows: Selection) -> Tensor:
+    """Rows, gathered where they are."""
+    if isinstance(rows, slice):
+        return values[rows]
+    return values.index_select(0, torch.from_numpy(np.ascontiguousarray(rows)).to(values.device))
+
+
+def _part(rows: Selection, low: int, high: int) -> Selection:
+    return slice(rows.start + low, rows.start + high) if isinstance(rows, slice) else rows[low:high]
+
+
+def _copied(memory: StagingMemory, tensor: Tensor) -> Tensor:
+    return memory.tensor(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+
+
+def _as_items(values: Tensor) -> npt.NDArray[np.void]:
+    """The rows of a contiguous tensor as items of one array, so that each is copied as a whole."""
+    bytes_ = values.reshape(len(values), -1).view(torch.uint8).numpy()
+    return bytes_.view(f"V{bytes_.shape[1]}").reshape(-1)
+
+
+def _take(items: npt.NDArray[np.void], ids: Ids, out: npt.NDArray[np.void]) -> None:
+    """Gather, on several threads: with torch's own it takes twice as long where cores are busy."""
+    spread(
+        lambda some: np.take(items, ids[some], out=out[some], mode="clip"), len(ids), max(1, items.dtype.itemsize // 4)
+    )
+
+
+def _row_bytes(values: Tensor) -> int:
+    return values[:1].numel() * values.element_size() if len(values) else 0
+
+
+def _device(tensors: Any) -> torch.device:
+    """The first device among those of some tensors that is no CPU."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+
+@contextmanager
+def _finished() -> Iterator[None]:
+    """Leave once copies from devices have arrived."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
