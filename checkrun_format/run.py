@@ -161,6 +161,11 @@ class Run:
         """Where the run is."""
         return self._store.url
 
+    @property
+    def mode(self) -> str:
+        """ "r" or "a"."""
+        return self._mode
+
     def __getitem__(self, sequence: int) -> Checkpoint:
         """The checkpoint of a number; reads its commit and its manifest, which must agree (OPN-1).
 
@@ -384,6 +389,15 @@ class Run:
             state: State = chosen.load(out=out)
             saver.ledger.restored_from(chosen.sequence)
             return state
+
+    def restored_from(self, checkpoint: int | Checkpoint) -> None:
+        """Make a checkpoint the origin of the next save, as `restore` does, after the state was read by other means.
+
+        As several ranks do it, each of which reads its own rows. Counts as a restore.
+        """
+        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
+        with self._saver.lock:
+            self._saver.ledger.restored_from(self[sequence].sequence)
 
     def continue_from(
         self, checkpoint: int | Checkpoint, *, settled: Mapping[str, Sequence[FieldPlan]] | None = None
