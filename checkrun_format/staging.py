@@ -413,7 +413,9 @@ class Save:
 
     def outlook(self, table: str, *, rows: int, fields: Mapping[str, tuple[str, int | None]]) -> Outlook:
         """How a dense table of so many rows and these fields, name to (dtype, columns), may be stored."""
-        told = [Field(name=name, dtype=dtype, columns=columns, encoder=None) for name, (dtype, columns) in fields.items()]
+        told = [
+            Field(name=name, dtype=dtype, columns=columns, encoder=None) for name, (dtype, columns) in fields.items()
+        ]
         return self._judge(
             TableEntry(
                 name=table, requires=[], addressing="dense", key_dtype=None, rows=rows, storage="changed", fields=told

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numcodecs import Zstd
 
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, CheckrunError, InvalidInputError, RankError
@@ -19,17 +19,16 @@ from checkrun_format.state import ALL, All
 from checkrun_format.torch.distributed.shards import Choice, Shard, held_rows, inside, shared_tables
 
 _NONE: Ids = np.zeros(0, np.int64)
-_ZSTD = Zstd(level=1)
 
 
 def pack(ids: Ids) -> bytes:
     """Ascending ids as few bytes."""
-    return bytes(_ZSTD.encode(np.diff(ids, prepend=np.int64(0)).astype("<i8").tobytes()))
+    return zlib.compress(np.diff(ids, prepend=np.int64(0)).astype("<i8").tobytes(), 1)
 
 
 def unpack(data: bytes) -> Ids:
     """The inverse of `pack`."""
-    return np.cumsum(np.frombuffer(_ZSTD.decode(data), "<i8"), dtype=np.int64)
+    return np.cumsum(np.frombuffer(zlib.decompress(data), "<i8"), dtype=np.int64)
 
 
 class Held(Record, frozen=True, kw_only=True):
@@ -182,9 +181,7 @@ class Coordinator:
         """Commit what all ranks stored."""
         stored = {table["name"] for part_list in part_lists for table in part_list["tables"]}
         unchanged = [name for name, kind in self.order.storage.items() if kind == "changed" and name not in stored]
-        return self._save.commit(
-            part_lists, unchanged=unchanged, dropped=self._dropped, extra=self._extra, step=step
-        )
+        return self._save.commit(part_lists, unchanged=unchanged, dropped=self._dropped, extra=self._extra, step=step)
 
 
 def _union(reports: Sequence[Report], table: str) -> Ids:
@@ -296,9 +293,7 @@ class Member:
         self._handed, self._pending = self._pending, {}
         return choices
 
-    def _since(
-        self, order: Order, table: str, held: Sequence[tuple[int, int]], changed: Ids, run: Run | None
-    ) -> Ids:
+    def _since(self, order: Order, table: str, held: Sequence[tuple[int, int]], changed: Ids, run: Run | None) -> Ids:
         """The rows among those held that the layers above the parent store, and those that changed since."""
         parent, predecessor = order.token["parent"], order.token["predecessor"]
         if not held or parent == predecessor:
@@ -314,7 +309,9 @@ class Member:
             else:
                 stored = checkpoint.stored_since(checkpoint.parent, table)
                 if stored is None:
-                    raise InvalidInputError(f"table {table!r}: checkpoint {layer} stores it full, and lies above {parent}")
+                    raise InvalidInputError(
+                        f"table {table!r}: checkpoint {layer} stores it full, and lies above {parent}"
+                    )
                 found.append(stored)
             layer = checkpoint.parent
         rows = np.unique(np.concatenate(found))

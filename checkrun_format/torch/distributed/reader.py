@@ -91,7 +91,9 @@ class CheckrunReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Tell which checkpoint this rank has opened."""
-        return dataclasses.replace(plan, storage_data=(self.checkpoint.sequence, {i.storage_index.fqn for i in plan.items}))
+        return dataclasses.replace(
+            plan, storage_data=(self.checkpoint.sequence, {i.storage_index.fqn for i in plan.items})
+        )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """See that all ranks read the same checkpoint, and whether they read all of its tables."""
@@ -144,6 +146,3 @@ class CheckrunReader(StorageReader):
             return self.checkpoint.tensor(key)
         piece = next(piece for piece in pieces if torch.Size(piece.offsets) == offset)
         return self.checkpoint.tensor(piece.tensor)
-
-
-

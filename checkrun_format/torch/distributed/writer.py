@@ -52,7 +52,9 @@ class Staged:
         """The copies of what a plan lists."""
         missing = [item.index.fqn for _, item in pairs if item.index not in self.shards]
         if missing:
-            raise InvalidInputError(f"{missing[0]!r} was not staged as part of a table: give tables= as a mapping of fields")
+            raise InvalidInputError(
+                f"{missing[0]!r} was not staged as part of a table: give tables= as a mapping of fields"
+            )
         return [self.shards[item.index] for _, item in pairs]
 
 
@@ -308,9 +310,7 @@ class CheckrunWriter(AsyncStager, StorageWriter):
         }
         choices = self._member.choices(order, held.values(), self.run if order.token["predecessor"] else None)
         copied = {index: staged(shard, choices[shard.table]) for index, shard in held.items()}
-        self._staged = Staged(
-            mark=f"{_STAGED}.{uuid.uuid4().hex}", order=order, choices=choices, shards=copied
-        )
+        self._staged = Staged(mark=f"{_STAGED}.{uuid.uuid4().hex}", order=order, choices=choices, shards=copied)
         # Of tables only shapes are looked at from here on: their values are those that were copied.
         live = {index.fqn for index in copied}
         stager = DefaultStager(StagingOptions(False, False, False, False))  # noqa: FBT003

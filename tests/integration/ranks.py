@@ -1,0 +1,112 @@
+"""Several real processes of one torch.distributed group: each runs all scenarios of a file and writes down what it saw.
+
+Starting torch takes seconds, so one group serves all tests of a file. A scenario takes a `Rank` and returns JSON; it is
+called on every rank, in the order of the file, with a barrier after each.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+Told = dict[str, list[Any]]
+"""Scenario to what each rank returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Where a scenario runs."""
+
+    number: int
+    world: int
+    folder: Path
+    """The same for all ranks, of this scenario alone."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(file: str, folder: Path, world: int, names: str = "") -> list[subprocess.Popen[str]]:
+    """Start a group."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, ROOT / "tests/integration" / file, folder, str(rank), str(world), port, names],
+            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 110) -> Told:
+    """Wait for a group; scenario to what each rank returned.
+
+    Raises AssertionError with all that the processes printed if one failed.
+    """
+    printed = []
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=timeout)
+            printed.append(out)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * len(codes), f"{codes}\n" + "\n".join(printed)
+    told = [json.loads((folder / f"told-{rank}.json").read_text("utf-8")) for rank in range(len(processes))]
+    return {name: [one[name] for one in told] for name in told[0]}
+
+
+def run_group(file: str, folder: Path, world: int, names: str = "") -> Told:
+    """All scenarios of a file, in so many processes."""
+    return collect(start(file, folder, world, names), folder)
+
+
+def main(scenarios: Mapping[str, Callable[[Rank], Any]]) -> None:
+    """What each process does."""
+    from torch import distributed as dist
+
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*(barrier|_get_pg_default_device|TORCH_DISTRIBUTED).*")
+    folder, number, world, port, names = sys.argv[1:]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=int(number),
+        world_size=int(world),
+        timeout=dt.timedelta(seconds=60),
+    )
+    told = {}
+    for name, scenario in scenarios.items():
+        if names and name not in names.split(","):
+            continue
+        place = Path(folder) / name
+        place.mkdir(exist_ok=True)
+        try:
+            told[name] = scenario(Rank(number=int(number), world=int(world), folder=place))
+        except BaseException:
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(3)  # the others notice at their next exchange
+        dist.barrier()
+    (Path(folder) / f"told-{number}.json").write_text(json.dumps(told), "utf-8")
+    dist.destroy_process_group()
