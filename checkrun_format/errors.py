@@ -150,3 +150,7 @@ class FallbackWarning(UserWarning):
 
 class PruneWarning(UserWarning):
     """A prune in the background failed; nothing that it should keep is touched, and the next one goes on."""
+
+
+class TrackingWarning(UserWarning):
+    """Rows of a table change that no lookup read, so that saves store it full, or take more pains to see its rows."""

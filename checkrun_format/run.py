@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self, SupportsFloat
 
 import numpy as np
@@ -31,7 +31,7 @@ from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
 from checkrun_format.pruning import Pruner, Pruning
 from checkrun_format.quantize import Method
 from checkrun_format.retention import Keep, Plan
-from checkrun_format.saving import Options, Saver
+from checkrun_format.saving import Options, Saver, Stage
 from checkrun_format.staging import Save
 from checkrun_format.state import State, checked_encoder
 from checkrun_format.stores import AlreadyExistsError, Store, open_store
@@ -283,6 +283,8 @@ class Run:
         parent: int | str | None = "auto",
         dropped: Sequence[str] = (),
         force_full: bool = False,
+        stage: Stage | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Checkpoint:
         """Save a state and commit it.
 
@@ -300,6 +302,14 @@ class Run:
             Any row of any table may have changed, whatever `changed` says: the optimizer moves rows that no batch
             touched (weight decay, a dense Adam). Saves a base, every row of it recent. If it is so for some tables
             only, give these `changed=ALL` instead.
+        stage : callable, optional
+            For a state that goes on changing while it is saved. Called once it is decided what is stored, before
+            anything is written: takes, for each table of which rows are stored, which ones and how (`saving.Stored`);
+            gives, for each of its fields, an array of just these rows, in their order, that stays as it is until the
+            save ends. Tables are not read afterwards; tensors have to be copies already. It is called once more if
+            the save has to be laid over another checkpoint than was thought.
+        check : callable, optional
+            Called now and then, last of all before the commit; what it raises abandons the save.
 
         Raises
         ------
@@ -311,7 +321,8 @@ class Run:
             Earlier checkpoints are untouched, changed rows are kept for the next save.
         """
         with self._saver.lock:
-            return self._committed(self._saver.save(state, step, parent, dropped, force_full=force_full))
+            committed = self._saver.save(state, step, parent, dropped, force_full=force_full, stage=stage, check=check)
+            return self._committed(committed)
 
     def plan_save(
         self,
@@ -353,6 +364,7 @@ class Run:
         self,
         checkpoint: int | Checkpoint | None = None,
         *,
+        tables: Sequence[str] | None = None,
         out: State | None = None,
         skip_damaged: bool = False,
         fallback: bool = False,
@@ -363,6 +375,9 @@ class Run:
         ----------
         checkpoint : number or Checkpoint
             By default the latest. After restoring an older one, the next save is a base.
+        tables : names
+            Read only these; the trainer's state has to equal the checkpoint in the others as well, unless the next
+            save says that they changed.
         out : State
             Existing arrays to read into, as of `Checkpoint.load`.
         skip_damaged : bool
@@ -383,10 +398,10 @@ class Run:
             if isinstance(checkpoint, Checkpoint):
                 checkpoint = checkpoint.sequence
             if fallback:
-                chosen = self._newest_sound()
+                chosen = self.newest_sound()
             else:
                 chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-            state: State = chosen.load(out=out)
+            state: State = chosen.load(tables=tables, out=out)
             saver.ledger.restored_from(chosen.sequence)
             return state
 
@@ -420,7 +435,13 @@ class Run:
             plans = {name: list(fields) for name, fields in (settled or {}).items()}
             self._saver.ledger.compared_with(self[sequence].sequence, plans)
 
-    def _newest_sound(self) -> Checkpoint:
+    def newest_sound(self) -> Checkpoint:
+        """The newest checkpoint whose whole chain is sound; newer ones are named in a FallbackWarning and in the log.
+
+        Raises
+        ------
+        DamagedError, CheckpointNotFoundError
+        """
         number, passed = newest_sound(self._store)
         told = "; ".join(f"{n}: {p.kind}: {p.place}: {p.message}" for n, p in passed.items())
         if number is None and passed:

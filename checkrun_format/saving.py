@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -60,12 +60,14 @@ from checkrun_format.staging import (
 from checkrun_format.state import (
     ALL,
     INHERIT,
+    ArrayLike,
     FieldSpec,
     Inherit,
     State,
     TableSource,
     blob_bytes,
     extra_json,
+    fetched,
     parse_json,
     table_sources,
     tensor_arrays,
@@ -108,6 +110,8 @@ class Prepared:
     extra: bytes
     parent: int | str | None
     force_full: bool = False
+    stage: Stage | None = None
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,28 @@ class Decided:
 
     below: StoredCheckpoint | None
     note: PolicyNote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a save stores of one table: which rows, by position in the table, and how their fields are encoded."""
+
+    rows: Selection
+    count: int
+    fields: Sequence[FieldPlan]
+
+
+Stage: TypeAlias = Callable[[Mapping[str, Stored]], Mapping[str, Mapping[str, ArrayLike]]]
+"""Gives for each table and field the values of just the rows that are stored, in their order; see `Run.save`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arranged:
+    """A save before it writes: what it stores of each table, and values that were staged for it."""
+
+    decided: Decided
+    plans: Mapping[str, tuple[TablePlan, Sequence[FieldPlan]]]
+    staged: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]
 
 
 class Saver:
@@ -131,17 +157,25 @@ class Saver:
     # A trainer's state ------------------------------------------------------------------------------------------------
 
     def save(
-        self, state: State, step: object, parent: int | str | None, dropped: Sequence[str], *, force_full: bool = False
+        self,
+        state: State,
+        step: object,
+        parent: int | str | None,
+        dropped: Sequence[str],
+        *,
+        force_full: bool = False,
+        stage: Stage | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Commit:
         """Save a state; see `Run.save`."""
         self.ledger.check_may_save()
-        prepared = self._prepare(state, step, parent, force_full=force_full)
+        prepared = replace(self._prepare(state, step, parent, force_full=force_full), stage=stage, check=check)
         self._tell(prepared, _checked_names(dropped, "dropped"))
         stored: dict[str, Touched] = {}
         settled: dict[str, list[FieldPlan]] = {}
         committed = self._commit(
-            lambda: self._decide(prepared.parent, force_full=force_full),
-            lambda claim, decided: self._write(self._writer(claim), prepared, decided, stored, settled),
+            lambda: self._arrange(prepared),
+            lambda claim, arranged: self._write(self._writer(claim), prepared, arranged, stored, settled),
             is_save=True,
         )
         self.ledger.saved(committed, stored, settled)
@@ -163,11 +197,12 @@ class Saver:
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent, force_full=force_full)
         self._tell(prepared, _checked_names(dropped, "dropped"))
-        decided = self._decide(prepared.parent, force_full=force_full)
+        arranged = self._arrange(prepared)
+        decided = arranged.decided
         claim, scale = Claim.of(self.ledger.head + 1), Scale(self._store.url)
         writer = Forecaster(scale, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
         group_bytes = open_attempt(scale, claim)
-        part_lists, content = self._write(writer, prepared, decided, {}, {})
+        part_lists, content = self._write(writer, prepared, arranged, {}, {})
         sealed = parse_occupant(seal(scale, claim, content, part_lists, group_bytes), claim.sequence)
         assert isinstance(sealed, Commit)
         return SavePlan(
@@ -238,20 +273,39 @@ class Saver:
             plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
         return plan, as_before or plans
 
+    def _arrange(self, prepared: Prepared) -> Arranged:
+        """Decide what is stored, and have it staged if the caller wants that."""
+        decided = self._decide(prepared.parent, force_full=prepared.force_full)
+        plans = {
+            name: self._table_plan(source, prepared.plans[name], decided.below)
+            for name, source in prepared.sources.items()
+        }
+        staged: Mapping[str, Mapping[str, Any]] = {}
+        if prepared.stage is not None:
+            stored = {
+                name: Stored(rows=plan.positions, count=plan.count, fields=fields)
+                for name, (plan, fields) in plans.items()
+                if plan.count
+            }
+            given = prepared.stage(stored)
+            staged = {n: fetched(n, prepared.sources[n].fields, given.get(n, {}), s.count) for n, s in stored.items()}
+        return Arranged(decided=decided, plans=plans, staged=staged)
+
     def _write(
         self,
         writer: Writer,
         prepared: Prepared,
-        decided: Decided,
+        arranged: Arranged,
         stored: dict[str, Touched],
         settled: dict[str, list[FieldPlan]],
     ) -> tuple[list[PartList], Content]:
         """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
         entries = []
         with writer:
+            decided = arranged.decided
             for name, source in prepared.sources.items():
-                plan, encodings = self._table_plan(source, prepared.plans[name], decided.below)
-                writer.put_part(_part_source(source, plan, encodings))
+                plan, encodings = arranged.plans[name]
+                writer.put_part(_part_source(source, plan, encodings, arranged.staged.get(name), prepared.check))
                 entries.append(_entry(source, plan))
                 stored[name] = _touched(source, plan)
             for name, values in prepared.tensors.items():
@@ -261,6 +315,7 @@ class Saver:
             inline = len(prepared.extra) <= layout.MAX_INLINE_EXTRA
             span = None if inline else writer.put_span(prepared.extra)
             part_list = writer.finish()
+        prepared.check()
         statistics = merged_statistics([part_list])
         settled.update(self._settled(entries, prepared, statistics))
         return [part_list], Content(
@@ -676,10 +731,19 @@ def _size(commit_record: Commit) -> int:
     return commit_record.stored_bytes + commit_record.manifest.bytes
 
 
-def _part_source(source: TableSource, plan: TablePlan, plans: Sequence[Any]) -> PartSource:
+def _part_source(
+    source: TableSource,
+    plan: TablePlan,
+    plans: Sequence[FieldPlan],
+    staged: Mapping[str, np.ndarray[Any, Any]] | None,
+    check: Callable[[], None],
+) -> PartSource:
     positions: Selection = plan.positions
 
     def fetch(low: int, high: int) -> dict[str, Any]:
+        check()
+        if staged is not None:
+            return {name: values[low:high] for name, values in staged.items()}
         if isinstance(positions, slice):
             return source.fetch(slice(positions.start + low, positions.start + high))
         return source.fetch(positions[low:high])
@@ -689,7 +753,7 @@ def _part_source(source: TableSource, plan: TablePlan, plans: Sequence[Any]) -> 
         plans=plans,
         count=plan.count,
         fetch=fetch,
-        transient=source.transient,
+        transient=source.transient and staged is None,
         first_row=0 if plan.ids is None else -1,
         rows=plan.ids,
         recent=plan.recent,

@@ -263,7 +263,7 @@ def _function_fetch(
 ) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
     def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
         ids = _positions(selection) if keys is None else keys[selection]
-        return _fetched(table, specs, function.fetch(ids.copy()), length(selection))
+        return fetched(table, specs, function.fetch(ids.copy()), length(selection))
 
     return fetch
 
@@ -328,10 +328,10 @@ def _positions(selection: Selection) -> Ids:
     return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
 
 
-def _fetched(
+def fetched(
     table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """The arrays that a function gave, checked."""
+    """The arrays that a function gave for some rows, checked."""
     arrays = field_arrays(table, values)
     for spec in specs:
         wanted = (count,) if spec.columns is None else (count, spec.columns)

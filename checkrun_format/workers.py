@@ -68,7 +68,12 @@ class Workers:
             self.wait()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="checkrun")
-        self._pool.submit(self._run, number, held_bytes, task)
+        try:
+            self._pool.submit(self._run, number, held_bytes, task)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            self._run(number, held_bytes, task)  # the interpreter is ending, and a save in the background goes on
 
     def run(self, held_bytes: int, task: Task) -> None:
         """Have a task run: here and now if it moves so few bytes that another thread is not worth its start."""

@@ -1,0 +1,205 @@
+"""What a trainer holds: a model's tables and dense tensors, its optimizers' state, and other objects with a state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from checkrun_format.checkpoint import Checkpoint
+from checkrun_format.errors import InvalidInputError
+from checkrun_format.state import State, Table
+from checkrun_format.torch.lookups import FoundTable
+from checkrun_format.torch.optimizers import OptimizerState, stored_tensors
+from checkrun_format.torch.values import from_json, to_json
+
+Tensor = torch.Tensor
+
+
+class Stateful(Protocol):
+    """A scheduler, a gradient scaler, a metric."""
+
+    def state_dict(self) -> Any:
+        """Its state: what `values.to_json` carries."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Go on from a state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a checkpoint fits a trainer.
+
+    Attributes
+    ----------
+    problems : tuple of text
+        What of either is not in the other.
+    tables : mapping of text to int
+        The tables that can be read, and how many of their rows are stored.
+    tensors : tuple of text
+        The dense tensors of the model that can be read.
+    partial : tuple of text
+        Tables that will not equal the checkpoint as a whole.
+    """
+
+    problems: tuple[str, ...]
+    tables: Mapping[str, int]
+    tensors: tuple[str, ...]
+    partial: tuple[str, ...]
+
+
+class Content:
+    """All that is saved and restored.
+
+    Parameters
+    ----------
+    model : nn.Module
+    optimizers : mapping of name to Optimizer
+    found : sequence of FoundTable
+        The tables of the model.
+    stateful : mapping of name to Stateful
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        found: list[FoundTable],
+        stateful: Mapping[str, Stateful],
+    ) -> None:
+        self._model = model
+        self._parameters = {table.name: table.parameter for table in found}
+        self._stateful = dict(stateful)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._all = {name: parameter for parameter, name in names.items()}
+        self.optimizers = OptimizerState(optimizers, names, self._parameters)
+
+    def check(self) -> None:
+        """Refuse a model of which a parameter was replaced: its hooks and its optimizer hold the former one."""
+        now = dict(self._model.named_parameters())
+        if now.keys() != self._all.keys() or any(now[name] is not self._all[name] for name in now):
+            changed = next((n for n in {**self._all, **now} if now.get(n) is not self._all.get(n)), "?")
+            raise InvalidInputError(
+                f"parameter {changed!r} was replaced since the Checkpointer was made (load_state_dict(assign=True)?): "
+                "make a new optimizer and a new Checkpointer"
+            )
+
+    def fields(self, name: str) -> dict[str, Tensor]:
+        """The fields of a table: `weight`, and its row-aligned optimizer state."""
+        parameter = self._parameters[name]
+        return {"weight": parameter.detach(), **self.optimizers.fields(parameter)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All dense tensors: the rest of the state dict, and of the optimizers' state."""
+        model = {name: value.detach() for name, value in self._entries().items() if isinstance(value, Tensor)}
+        optimizers = self.optimizers.tensors()
+        both = model.keys() & optimizers.keys()
+        if both:
+            raise InvalidInputError(f"{min(both)!r} is the name of a tensor of the model and of an optimizer's state")
+        return model | optimizers
+
+    def document(self) -> dict[str, Any]:
+        """The rest, as JSON."""
+        return {
+            "optimizers": self.optimizers.document(),
+            "stateful": {name: to_json(o.state_dict(), f"the state of {name!r}") for name, o in self._stateful.items()},
+            "model": {n: to_json(v, f"{n!r}") for n, v in self._entries().items() if not isinstance(v, Tensor)},
+        }
+
+    def _entries(self) -> dict[str, Any]:
+        """The state dict without the tables."""
+        tables = set(self._parameters.values())
+        entries = self._model.state_dict(keep_vars=True)
+        return {name: value for name, value in entries.items() if not (isinstance(value, Tensor) and value in tables)}
+
+    # Back again -------------------------------------------------------------------------------------------------------
+
+    def fit(self, checkpoint: Checkpoint, document: Mapping[str, Any]) -> Fit:
+        """Compare with a checkpoint; looks at names, shapes and dtypes only."""
+        problems = self.optimizers.differences(document.get("optimizers", {}))
+        stateful = document.get("stateful", {})
+        problems += [f"the state of {n!r} is not in the checkpoint" for n in self._stateful if n not in stateful]
+        problems += [f"the checkpoint's state of {n!r} was not asked for" for n in stateful if n not in self._stateful]
+        tables, partial = {}, []
+        for name, parameter in self._parameters.items():
+            told, rows = _fit_table(name, parameter, checkpoint)
+            problems += told
+            if rows is not None:
+                tables[name] = rows
+            if told:
+                partial.append(name)
+        problems += [f"table {n!r} is not in the model" for n in checkpoint.tables if n not in self._parameters]
+        model = {name: value for name, value in self._entries().items() if isinstance(value, Tensor)}
+        told, tensors = _fit_tensors(model, checkpoint, stored_tensors(document.get("optimizers", {})))
+        return Fit(problems=(*problems, *told), tables=tables, tensors=tensors, partial=tuple(partial))
+
+    def prepare(self, fit: Fit, checkpoint: Checkpoint, document: Mapping[str, Any]) -> State:
+        """Make the optimizers' state as a fitting document tells; what is to be read into."""
+        self.optimizers.prepare(document.get("optimizers", {}))
+        tables = {}
+        for name, rows in fit.tables.items():
+            stored = {f.name: (f.dtype, f.columns) for f in checkpoint.table(name).fields}
+            fields = {n: v for n, v in self.fields(name).items() if stored.get(n) == _kind(v)}
+            tables[name] = Table({field: values[:rows] for field, values in fields.items()})
+        model = {name: value.detach() for name, value in self._entries().items() if name in fit.tensors}
+        shapes = checkpoint.tensor_shapes
+        state = {
+            name: value for name, value in self.optimizers.tensors().items() if shapes.get(name) == _shape_of(value)
+        }
+        return State(tables=tables, tensors=model | state)
+
+    def finish(self, state: State, document: Mapping[str, Any]) -> None:
+        """Put back what was not read into tensors."""
+        self.optimizers.finish(document.get("optimizers", {}), state.tensors)
+        for name, told in document.get("stateful", {}).items():
+            if name in self._stateful:
+                self._stateful[name].load_state_dict(from_json(told))
+        extra = {name: from_json(told) for name, told in document.get("model", {}).items()}
+        if extra:
+            self._model.load_state_dict(extra, strict=False)
+
+
+def _kind(values: Tensor) -> tuple[str, int | None]:
+    return _dtype(values), values.shape[1] if values.ndim == 2 else None
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
+
+
+def _shape_of(values: Tensor) -> tuple[str, tuple[int, ...]]:
+    return _dtype(values), tuple(values.shape)
+
+
+def _fit_table(name: str, parameter: nn.Parameter, checkpoint: Checkpoint) -> tuple[list[str], int | None]:
+    """What does not fit, and how many rows can be read, None if none can."""
+    if name not in checkpoint.tables:
+        return [f"table {name!r} is not in the checkpoint"], None
+    view = checkpoint.table(name)
+    stored = {f.name: (f.dtype, f.columns) for f in view.fields}
+    if view.addressing != "dense" or stored.get("weight") != _kind(parameter) or len(view) > len(parameter):
+        told = f"{view.addressing} {stored.get('weight')} of {len(view)} rows"
+        return [f"table {name!r}: the checkpoint's is {told}, the model's {tuple(parameter.shape)}"], None
+    if len(view) < len(parameter):
+        return [f"table {name!r}: {len(view)} rows in the checkpoint, {len(parameter)} in the model"], len(view)
+    return [], len(view)
+
+
+def _fit_tensors(
+    model: Mapping[str, Tensor], checkpoint: Checkpoint, of_optimizers: Collection[str]
+) -> tuple[list[str], tuple[str, ...]]:
+    """What does not fit of the model's tensors, and which can be read."""
+    shapes, problems, fitting = checkpoint.tensor_shapes, [], []
+    for name, value in model.items():
+        if name not in shapes:
+            problems.append(f"tensor {name!r} is not in the checkpoint")
+        elif shapes[name] != _shape_of(value):
+            problems.append(f"tensor {name!r}: {shapes[name]} in the checkpoint, {_shape_of(value)} in the model")
+        else:
+            fitting.append(name)
+    problems += [f"tensor {n!r} is not in the model" for n in shapes if n not in model and n not in of_optimizers]
+    return problems, tuple(fitting)

@@ -1,0 +1,326 @@
+"""Which rows changed since the last snapshot: one byte a row, set by hooks on the table's own device.
+
+A row's byte is 0 as long as nothing touched it, else the number of the optimizer step that it waited for when it was
+last touched. So a snapshot can tell rows that were touched since the last step, whose change is yet to come: these stay
+set. Numbers run from 2 to 255; then all that are set become 1, which is older than any.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from checkrun_format.errors import InvalidInputError, TrackingWarning
+from checkrun_format.torch.lookups import FoundTable, Lookups, lookups_of
+from checkrun_format.torch.optimizers import why_all_rows
+
+_OLDEST: Final = 1
+_LAST: Final = 255
+_AUDITED_STEPS: Final = 3
+_AUDIT_EVERY: Final = 1000
+_PIECE_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What a snapshot took of a table's records.
+
+    `rows` are the touched rows, ascending, int64 on the table's device; `whole` says why any row may have changed, None
+    if only those did.
+    """
+
+    rows: torch.Tensor
+    whole: str | None
+
+
+class TouchedRows:
+    """The records of one table.
+
+    Attributes
+    ----------
+    bitmap : uint8 tensor (rows,)
+        Not zero where a row was touched since the last snapshot; on the device of the table.
+    whole : str or None
+        Why any row may have changed.
+    by_gradient : bool
+        Whether rows are taken from gradients, too, because lookups were found that no hook sees.
+    """
+
+    def __init__(self, found: FoundTable, states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]]) -> None:
+        self.name = found.name
+        self.parameter = found.parameter
+        self.tracking = found.tracking
+        self.whole: str | None = "tables= says that any row may change" if found.tracking == "all" else None
+        self.by_gradient = False
+        self.bitmap = torch.zeros(len(found.parameter), dtype=torch.uint8, device=found.parameter.device)
+        self._states = states
+        self._number = _OLDEST + 1
+        self._current = torch.tensor(self._number, dtype=torch.uint8, device=self.bitmap.device)
+        self._steps = 0
+        self._seen: tuple[Any, ...] = ()
+        self.forget()
+
+    # Touching ---------------------------------------------------------------------------------------------------------
+
+    def touch(self, rows: torch.Tensor) -> None:
+        """Note that rows were read by a forward, or reached by a gradient; they exist."""
+        if self.bitmap.device != self.parameter.device:
+            self._move()
+        if rows.is_nested:
+            rows = rows.values()
+        self.bitmap[rows.detach().reshape(-1)] = self._current
+
+    def mark(self, rows: torch.Tensor) -> None:
+        """Note that rows changed, or will with the next step.
+
+        Raises
+        ------
+        InvalidInputError
+            No integers, or a row that is not there.
+        """
+        if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
+            raise InvalidInputError(f"table {self.name!r}, mark: {rows.dtype} where row numbers are wanted")
+        if rows.numel():
+            low, high = (int(end) for end in torch.aminmax(rows))
+            if low < 0 or high >= len(self.bitmap):
+                wrong = low if low < 0 else high
+                raise InvalidInputError(
+                    f"table {self.name!r}, mark: row {wrong} is not in a table of {len(self.bitmap)} rows"
+                )
+            self.touch(rows.to(self.parameter.device))
+
+    def mark_all(self, reason: str) -> None:
+        """Note that any row may have changed."""
+        self.whole = self.whole or reason
+
+    def stepped(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Note an optimizer step over a group that holds the table: what was touched so far has changed by now."""
+        reason = why_all_rows(optimizer, group)
+        if reason is not None:
+            self.mark_all(reason)
+        self._steps += 1
+        if self.by_gradient or self._steps <= _AUDITED_STEPS or self._steps % _AUDIT_EVERY == 0:
+            self._audit(gradient_rows(self.parameter))
+        self._number += 1
+        if self._number > _LAST:
+            self.bitmap.clamp_(max=_OLDEST)
+            self._number = _OLDEST + 1
+        self._current.fill_(self._number)
+        self.see()
+
+    def _audit(self, reached: torch.Tensor) -> None:
+        """Look whether gradients reached rows that no hook saw."""
+        if self.by_gradient:
+            self.touch(reached)
+        elif self.whole is None and bool((self.bitmap[reached] == 0).any()):
+            self.by_gradient = True
+            self.mark_all("gradients reached rows past the hooks")
+            missed = reached[self.bitmap[reached] == 0]
+            warnings.warn(
+                f"table {self.name!r}: a gradient reached row {int(missed[0])} ({len(missed)} such rows), which no "
+                "lookup of its modules read: functional.embedding on the parameter, a module's forward() called "
+                "directly, or a tied module. The next save stores it full; from now on rows are taken from the "
+                "gradients, too, which takes a pass over dense ones in each step",
+                TrackingWarning,
+                stacklevel=4,
+            )
+
+    # Writes that no hook sees -----------------------------------------------------------------------------------------
+
+    def _versions(self) -> tuple[Any, ...]:
+        """What becomes another with each write in place to the table or its state, `.data` and numpy views apart."""
+        tensors = [self.parameter, *self._states(self.parameter).values()]
+        return tuple((id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors)  # noqa: SLF001 - the only way
+
+    def look(self) -> None:
+        """Look whether something was written past the optimizers since the last look."""
+        versions = self._versions()
+        if versions != self._seen:
+            self.mark_all("it was written to outside of an optimizer step")
+            self._seen = versions
+
+    def see(self) -> None:
+        """All that was written so far is accounted for."""
+        self._seen = self._versions()
+
+    # Snapshots --------------------------------------------------------------------------------------------------------
+
+    def take(self) -> Taken:
+        """Take what changed since the last snapshot; rows whose change is yet to come stay set."""
+        if self.bitmap.device != self.parameter.device:
+            self._move()
+        self.look()
+        reached = gradient_rows(self.parameter)  # as long as a gradient is there, the next step may use it
+        self._audit(reached)
+        rows = torch.nonzero(self.bitmap).squeeze(1)
+        waiting = rows[self.bitmap[rows] == self._number]
+        taken = Taken(rows=rows, whole=self.whole)
+        self.bitmap.zero_()
+        self.bitmap[reached] = _OLDEST
+        self.bitmap[waiting] = self._number
+        self.whole = self.whole if self.tracking == "all" else None
+        return taken
+
+    def put_back(self, taken: Taken) -> None:
+        """Put back what a snapshot took that was not saved."""
+        rows = taken.rows.to(self.bitmap.device)
+        self.bitmap[rows] = self.bitmap[rows].clamp_(min=_OLDEST)
+        self.whole = self.whole or taken.whole
+
+    def forget(self) -> None:
+        """Nothing has changed: the table was just read from a checkpoint."""
+        self._move()
+        self.bitmap.zero_()
+        self.bitmap[gradient_rows(self.parameter)] = _OLDEST
+        self.whole = self.whole if self.tracking == "all" else None
+        self.see()
+
+    def _move(self) -> None:
+        """Follow the table to another device."""
+        self.bitmap = self.bitmap.to(self.parameter.device)
+        self._current = self._current.to(self.parameter.device)
+
+
+def gradient_rows(parameter: nn.Parameter) -> torch.Tensor:
+    """Rows, ascending or not, of which any element of the gradient that is there now is not zero; int64."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros(0, dtype=torch.int64, device=parameter.device)
+    if gradient.layout == torch.sparse_coo:
+        return gradient._indices()[0]  # noqa: SLF001 - of an uncoalesced one, too
+    flat = gradient.detach().reshape(len(gradient), -1)
+    step = max(1, _PIECE_BYTES // (flat.shape[1] * flat.element_size() or 1))
+    reached = torch.cat([(flat[low : low + step] != 0).any(1) for low in range(0, len(flat), step)] or [flat[:, :0]])
+    return torch.nonzero(reached.reshape(-1)).squeeze(1)
+
+
+class Hook:
+    """A hook on a module: notes which rows a forward reads. In a copy of the module, or one from a file, it idles."""
+
+    def __init__(self, lookups: Lookups | None = None) -> None:
+        self.lookups = lookups
+        self.tables: dict[str, TouchedRows] = {}
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+    def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:  # noqa: ARG002 - as torch calls it
+        """Where the forward itself writes: notice what was written before it."""
+        for table in self.tables.values():
+            table.look()
+
+    def after(
+        self,
+        module: nn.Module,  # noqa: ARG002
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Any,  # noqa: ARG002 - as torch calls it
+    ) -> None:
+        """Note the rows; without gradients none of them changes, unless the forward renormalizes them."""
+        lookups = self.lookups
+        if lookups is None or not (torch.is_grad_enabled() or lookups.renormalizes):
+            return
+        for local, rows in lookups.rows(arguments, named).items():
+            table = self.tables.get(local)
+            if table is not None and (table.parameter.requires_grad or lookups.renormalizes):
+                table.touch(rows)
+                if lookups.renormalizes:
+                    table.see()
+
+
+class Tracker:
+    """The records of all tables of a model, and the hooks that keep them.
+
+    Parameters
+    ----------
+    found : sequence of FoundTable
+    states : callable
+        Gives the row-aligned optimizer state of a parameter, by name.
+    """
+
+    def __init__(
+        self, found: Sequence[FoundTable], states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
+    ) -> None:
+        self.tables = {table.name: TouchedRows(table, states) for table in found}
+        self._of = {table.parameter: self.tables[table.name] for table in found}
+        self._handles: list[Any] = []
+        self._groups: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[tuple[int, TouchedRows]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._hook_modules(found)
+        this = weakref.ref(self)  # hooks on all optimizers of the process must not keep a model alive
+        self._handles += [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: _call(this, Tracker._before_step, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: _call(this, Tracker._after_step, optimizer)),
+        ]
+
+    def _hook_modules(self, found: Sequence[FoundTable]) -> None:
+        hooks: dict[nn.Module, Hook] = {}
+        for table in found:
+            for module, local in table.modules:
+                if module not in hooks:
+                    hooks[module] = Hook(lookups_of(module))
+                hooks[module].tables[local] = self.tables[table.name]
+        for module, hook in hooks.items():
+            if hook.lookups is not None and hook.lookups.renormalizes:
+                self._handles.append(module.register_forward_pre_hook(hook.before))
+            self._handles.append(module.register_forward_hook(hook.after, with_kwargs=True))
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def take(self) -> dict[str, Taken]:
+        """Take what changed since the last snapshot, by table."""
+        return {name: table.take() for name, table in self.tables.items()}
+
+    def put_back(self, taken: Mapping[str, Taken]) -> None:
+        """Put back what was not saved."""
+        for name, some in taken.items():
+            self.tables[name].put_back(some)
+
+    def mark_all(self, parameters: Iterable[nn.Parameter], reason: str) -> None:
+        """Note that any row of the tables among these may have changed."""
+        for table in self._tables_of(parameters):
+            table.mark_all(reason)
+
+    def _tables_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[TouchedRows]:
+        return (self._of[parameter] for parameter in parameters if parameter in self._of)
+
+    def _held(self, optimizer: Optimizer) -> list[tuple[int, TouchedRows]]:
+        """The tables of an optimizer, with the places of their groups."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        known = self._groups.get(optimizer)
+        if known is None or known[0] != sizes:
+            held = [
+                (place, table)
+                for place, group in enumerate(optimizer.param_groups)
+                for table in self._tables_of(group["params"])
+            ]
+            self._groups[optimizer] = (sizes, held)
+            return held
+        return known[1]
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        for _, table in self._held(optimizer):
+            table.look()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        for place, table in self._held(optimizer):
+            table.stepped(optimizer, optimizer.param_groups[place])
+
+
+def _call(tracker: weakref.ref[Tracker], method: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:
+    alive = tracker()
+    if alive is not None:
+        method(alive, optimizer)
