@@ -129,9 +129,16 @@ class HistoryPrunedError(CheckrunError):
 
 
 class RankError(CheckrunError):
-    """Another rank of the same save or restore failed, or did not answer in time; nothing was committed."""
+    """Another rank of the same save or restore failed, or did not answer in time; nothing was committed.
+
+    Attributes
+    ----------
+    missing : tuple of int
+        The ranks that did not answer.
+    """
 
     kind = "rank_failed"
+    missing: tuple[int, ...] = ()
 
 
 class StorageError(CheckrunError, OSError):

@@ -163,7 +163,7 @@ class Run:
 
     @property
     def mode(self) -> str:
-        """ "r" or "a"."""
+        """How it was opened: "r" or "a"."""
         return self._mode
 
     def __getitem__(self, sequence: int) -> Checkpoint:

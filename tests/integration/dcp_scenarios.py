@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
-from torch.distributed._shard.sharding_spec import ShardMetadata
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
-from torch.distributed.tensor import distribute_tensor
 
 import checkrun_format as crf
 from checkrun_format.torch.distributed import CheckrunReader, CheckrunWriter
@@ -63,9 +65,9 @@ CHANGED = [0, 4, 5, 10]
 
 
 def load(state_dict: dict[str, Any], reader: CheckrunReader, **options: Any) -> None:
-    """As `dcp.load`; the default planner of torch 2.13 takes a rank without a shard for one that reads an old checkpoint."""
+    """As `dcp.load`; but the planner of torch 2.13 by default takes a rank without shards to read an old checkpoint."""
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-    dcp.load(state_dict, storage_reader=reader, planner=planner, **options)
+    state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, **options)
 
 
 def sharded(value: torch.Tensor, places: list[tuple[int, Span, Span]], me: int, group: Any) -> ShardedTensor:
@@ -130,10 +132,14 @@ def reshard(rank: Rank) -> dict[str, Any]:
         if rank.number < saving:
             told: dict[str, Any] = {}
             writer = CheckrunWriter(folder, tables=list(WEIGHTS), changed=told.get, policy="consecutive")
-            dcp.save(state(kind, saving, rank.number, group, 0), storage_writer=writer, process_group=group)
+            state_dict_saver.save(
+                state(kind, saving, rank.number, group, 0), storage_writer=writer, process_group=group
+            )
             for table, name in enumerate(WEIGHTS):
                 told[name] = held(rectangles(kind, saving, table), rank.number)
-            dcp.save(state(kind, saving, rank.number, group, 1), storage_writer=writer, process_group=group)
+            state_dict_saver.save(
+                state(kind, saving, rank.number, group, 1), storage_writer=writer, process_group=group
+            )
         dist.barrier()
         ways = ((kind, 1), (kind, 2), (KINDS[(place + 1) % len(KINDS)], 2))
         for (loading, other), (kind_now, number) in itertools.product(all_groups.items(), ways):
@@ -150,7 +156,7 @@ def dtensors(rank: Rank) -> dict[str, Any]:
     mesh = DeviceMesh("cpu", torch.arange(rank.world))
     pair = DeviceMesh("cpu", torch.arange(2))
     square = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
-    placements = {
+    placements: dict[str, tuple[DeviceMesh, list[Placement]]] = {
         "row": (mesh, [Cut(0)]), "column": (mesh, [Cut(1)]), "replica": (mesh, [Replicate()]),
         "hybrid": (square, [Replicate(), Cut(0)]), "grid": (square, [Cut(0), Cut(1)]),
     }  # fmt: skip
@@ -165,7 +171,7 @@ def dtensors(rank: Rank) -> dict[str, Any]:
             f"{name}.weight": distribute_tensor(values[name], where, how) for name, (where, how) in placements.items()
         }
         state_dict["dense"] = distribute_tensor(torch.arange(24.0).reshape(2, 3, 4), mesh, [Cut(2)])
-        dcp.save(state_dict, storage_writer=writer)
+        state_dict_saver.save(state_dict, storage_writer=writer)
         latest = crf.open_run(rank.folder / "run").latest()
         stored.append({name: latest.table(f"{name}.weight").stored_rows for name in placements})
         # Each rank names one changed row, wherever it lies.
@@ -182,7 +188,7 @@ def dtensors(rank: Rank) -> dict[str, Any]:
         if where.get_coordinate() is not None:
             right[name] = torch.equal(loaded[f"{name}.weight"].full_tensor(), whole(7, 1))
     plain = {"dense": torch.zeros(2, 3, 4), "row.weight": torch.zeros(ROWS, COLUMNS)}
-    dcp.load(plain, storage_reader=CheckrunReader(rank.folder / "run"))
+    state_dict_loader.load(plain, storage_reader=CheckrunReader(rank.folder / "run"))
     right["plain"] = torch.equal(plain["row.weight"], whole(7, 1))
     right["dense"] = torch.equal(plain["dense"], torch.arange(24.0).reshape(2, 3, 4))
     return {"right": right, "stored": stored}
@@ -205,14 +211,15 @@ def asynchronous(rank: Rank) -> dict[str, Any]:
     right = []
     for step in (0, 1):
         live = state("grid", rank.world, rank.number, group, step)
-        future = dcp.async_save(live, storage_writer=writer, checkpoint_id=step)
+        future = state_dict_saver.async_save(live, storage_writer=writer, checkpoint_id=str(step))
         for key in (*WEIGHTS, *STATE.values()):
             for shard in live[key].local_shards():
                 shard.tensor.fill_(99)
         live["top"].fill_(99)
+        assert isinstance(future, Future)
         future.result()
         loaded = state("row", rank.world, rank.number, group, 0, blank=True)
-        load(loaded, CheckrunReader(rank.folder / "run"), checkpoint_id=step)
+        load(loaded, CheckrunReader(rank.folder / "run"), checkpoint_id=str(step))
         right.append(shards_equal(loaded, step))
         for table, name in enumerate(WEIGHTS):
             told[name] = held(rectangles("grid", rank.world, table), rank.number)
@@ -258,7 +265,7 @@ def failures(rank: Rank) -> dict[str, Any]:
     writer = Broken(path, tables=list(WEIGHTS), changed=lambda name: told.pop(name, []), policy="consecutive")
     told.update(dict.fromkeys(WEIGHTS, crf.ALL))
     group = dist.group.WORLD
-    dcp.save(state("row", rank.world, rank.number, group, 0), storage_writer=writer)
+    state_dict_saver.save(state("row", rank.world, rank.number, group, 0), storage_writer=writer)
     seen = {}
     for at, call in enumerate((("local", 1), ("global", 0), ("write", 2), ("finish", 0), ("set_up", 3))):
         # One row at a time is told, by the rank that holds it, and to a save that fails.
@@ -268,20 +275,20 @@ def failures(rank: Rank) -> dict[str, Any]:
             )
         writer.broken = call
         try:
-            dcp.save(state("row", rank.world, rank.number, group, 1), storage_writer=writer)
+            state_dict_saver.save(state("row", rank.world, rank.number, group, 1), storage_writer=writer)
             seen[call[0]] = "saved"
         except CheckpointException as error:
             seen[call[0]] = f"{sorted(error.failures)} {next(iter(error.failures.values()))[0]!r}"
         dist.barrier()
     committed = [c.sequence for c in crf.open_run(path).log()]
     writer.broken = None
-    dcp.save(state("row", rank.world, rank.number, group, 1), storage_writer=writer)
+    state_dict_saver.save(state("row", rank.world, rank.number, group, 1), storage_writer=writer)
     loaded = state("column", rank.world, rank.number, group, 0, blank=True)
     load(loaded, CheckrunReader(path))
     latest = crf.open_run(path).latest()
     return {
-        "seen": seen, "committed": committed, "right": shards_equal(loaded, 1), "kind": latest.table(WEIGHTS[0]).storage,
-        "stored": latest.table(WEIGHTS[0]).stored_rows,
+        "seen": seen, "committed": committed, "right": shards_equal(loaded, 1),
+        "kind": latest.table(WEIGHTS[0]).storage, "stored": latest.table(WEIGHTS[0]).stored_rows,
     }  # fmt: skip
 
 
@@ -291,7 +298,7 @@ def mismatch(rank: Rank) -> dict[str, Any]:
     path = rank.folder / "run"
     writer = CheckrunWriter(path, tables=list(WEIGHTS))
     for step in (0, 1):
-        dcp.save(state("row", rank.world, rank.number, group, step), storage_writer=writer)
+        state_dict_saver.save(state("row", rank.world, rank.number, group, step), storage_writer=writer)
     wrong: dict[str, tuple[dict[str, Any], int]] = {
         "key": ({"absent": torch.zeros(1)}, 2),
         "shape": ({"top": torch.zeros(4)}, 2),
@@ -300,12 +307,14 @@ def mismatch(rank: Rank) -> dict[str, Any]:
     seen = {}
     for name, (state_dict, number) in wrong.items():
         try:
-            dcp.load(state_dict, storage_reader=CheckrunReader(path, number))
+            state_dict_loader.load(state_dict, storage_reader=CheckrunReader(path, number))
             seen[name] = "loaded"
         except CheckpointException as error:
             seen[name] = repr(next(iter(error.failures.values()))[0])
     try:
-        dcp.save({"top": torch.zeros(1)}, storage_writer=CheckrunWriter(rank.folder / "other", tables=["usr.weight"]))
+        state_dict_saver.save(
+            {"top": torch.zeros(1)}, storage_writer=CheckrunWriter(rank.folder / "other", tables=["usr.weight"])
+        )
     except CheckpointException as error:
         seen["table"] = repr(next(iter(error.failures.values()))[0])
     return seen
@@ -317,10 +326,10 @@ def restored(rank: Rank) -> dict[str, Any]:
     pair = dist.new_group([0, 1])
     if rank.number < 2:
         writer = CheckrunWriter(path, tables=list(WEIGHTS), policy="consecutive")
-        dcp.save(state("column", 2, rank.number, pair, 0), storage_writer=writer, process_group=pair)
+        state_dict_saver.save(state("column", 2, rank.number, pair, 0), storage_writer=writer, process_group=pair)
     dist.barrier()
     run = crf.open_run(path, mode="a", policy="consecutive") if rank.number == 0 else crf.open_run(path)
-    dcp.load({"top": torch.zeros(3, 2)}, storage_reader=CheckrunReader(run))
+    state_dict_loader.load({"top": torch.zeros(3, 2)}, storage_reader=CheckrunReader(run))
     told: dict[str, Any] = {}
     kinds = []
     for part in (True, False):
@@ -330,7 +339,7 @@ def restored(rank: Rank) -> dict[str, Any]:
             load(loaded, CheckrunReader(run, 2))
         for name in WEIGHTS:
             told[name] = held(rectangles("row", rank.world, 0), rank.number)
-        dcp.save(state("row", rank.world, rank.number, group, 1), storage_writer=writer)
+        state_dict_saver.save(state("row", rank.world, rank.number, group, 1), storage_writer=writer)
         latest = crf.open_run(path).latest()
         kinds.append([latest.table(WEIGHTS[0]).storage, latest.table(WEIGHTS[0]).stored_rows, latest.commit.restores])
     return {"kinds": kinds}
@@ -340,7 +349,7 @@ def bits(rank: Rank) -> dict[str, Any]:
     """Quantized tables, sharded by columns: each part is quantized alone; the state stays raw."""
     path, group = rank.folder / "run", dist.group.WORLD
     writer = CheckrunWriter(path, tables=list(WEIGHTS), bits=8)
-    dcp.save(state("column", rank.world, rank.number, group, 0), storage_writer=writer)
+    state_dict_saver.save(state("column", rank.world, rank.number, group, 0), storage_writer=writer)
     loaded = {name: torch.zeros(ROWS, COLUMNS) for name in (*WEIGHTS, *STATE.values())}
     load(loaded, CheckrunReader(path))
     error = (loaded[WEIGHTS[0]] - whole(0)).abs().max()
@@ -361,7 +370,7 @@ def few_rows(rank: Rank) -> dict[str, Any]:
     kinds = []
     for _ in range(2):
         state_dict = {names[0]: distribute_tensor(value, mesh, [Cut(0)]), names[1]: torch.zeros(0, 3)}
-        dcp.save(state_dict, storage_writer=writer)
+        state_dict_saver.save(state_dict, storage_writer=writer)
         latest = crf.open_run(path).latest()
         kinds.append([latest.table(name).storage for name in names])
         told |= dict.fromkeys(names, np.zeros(0, np.int64))
@@ -380,7 +389,7 @@ def one_shot(rank: Rank) -> dict[str, Any]:
     for number, row in enumerate([None, 0, 4, 10]):
         for name in WEIGHTS:
             told[name] = crf.ALL if row is None else [row] * held(rectangles("row", 4, 0), rank.number).count(row)
-        dcp.save(state("row", rank.world, rank.number, group, 0), storage_writer=writer)
+        state_dict_saver.save(state("row", rank.world, rank.number, group, 0), storage_writer=writer)
         latest = crf.open_run(path).latest()
         stored.append(latest.table(WEIGHTS[0]).stored_rows)
         if number:

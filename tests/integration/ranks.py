@@ -14,12 +14,15 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+KILLS = {"killed"}
+"""Scenarios that leave no group behind: the last of their file."""
 
 Told = dict[str, list[Any]]
 """Scenario to what each rank returned."""
@@ -54,8 +57,10 @@ def start(file: str, folder: Path, world: int, names: str = "") -> list[subproce
     ]  # fmt: skip
 
 
-def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 110) -> Told:
-    """Wait for a group; scenario to what each rank returned.
+def collect(
+    processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 110, killed: Collection[int] = ()
+) -> Told:
+    """Wait for a group; scenario to what each rank returned that was not to be killed.
 
     Raises AssertionError with all that the processes printed if one failed.
     """
@@ -69,8 +74,9 @@ def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float
             process.kill()
             process.wait()
     codes = [process.returncode for process in processes]
-    assert codes == [0] * len(codes), f"{codes}\n" + "\n".join(printed)
-    told = [json.loads((folder / f"told-{rank}.json").read_text("utf-8")) for rank in range(len(processes))]
+    assert codes == [-9 if rank in killed else 0 for rank in range(len(codes))], f"{codes}\n" + "\n".join(printed)
+    alive = [rank for rank in range(len(processes)) if rank not in killed]
+    told = [json.loads((folder / f"told-{rank}.json").read_text("utf-8")) for rank in alive]
     return {name: [one[name] for one in told] for name in told[0]}
 
 
@@ -103,10 +109,13 @@ def main(scenarios: Mapping[str, Callable[[Rank], Any]]) -> None:
         place.mkdir(exist_ok=True)
         try:
             told[name] = scenario(Rank(number=int(number), world=int(world), folder=place))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, the process ends
             traceback.print_exc()
             sys.stdout.flush()
             os._exit(3)  # the others notice at their next exchange
+        (Path(folder) / f"told-{number}.json").write_text(json.dumps(told), "utf-8")
+        if name in KILLS:
+            sys.stdout.flush()
+            os._exit(0)  # the group is no more
         dist.barrier()
-    (Path(folder) / f"told-{number}.json").write_text(json.dumps(told), "utf-8")
     dist.destroy_process_group()

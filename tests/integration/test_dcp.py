@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over a run: real gloo processes; the scenarios of torch's own tests of storages, and ours."""
+"""torch.distributed.checkpoint over a run, in real processes: scenarios of torch's own tests of storages, and ours."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ class Contents(Record, frozen=True, kw_only=True):
     fields : key to (table, field)
     pieces : key to the dense tensors that together hold it; a key that is not here is a dense tensor itself
     sizes : key to the whole shape of what is in pieces
-    bytes : keys that DCP handed over as bytes: blobs of the same names
+    opaque : keys that DCP handed over as bytes: blobs of the same names
     paths : key to the path in the nested state dict
     """
 
     fields: dict[str, tuple[str, str]]
     pieces: dict[str, list[Piece]]
     sizes: dict[str, list[int]]
-    bytes: list[str]
+    opaque: list[str]
     paths: dict[str, list[str | int]]
 
     def to_json(self) -> bytes:
@@ -72,7 +72,7 @@ class Contents(Record, frozen=True, kw_only=True):
             for table in checkpoint.tables
             for field in checkpoint.table(table).fields
         }
-        return cls(fields=fields, pieces={}, sizes={}, bytes=[], paths={})
+        return cls(fields=fields, pieces={}, sizes={}, opaque=[], paths={})
 
 
 def piece_name(key: str, offsets: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> str:
@@ -98,7 +98,7 @@ def metadata_of(checkpoint: Checkpoint, contents: Contents, load_id: str) -> Met
     for name, (dtype, shape) in shapes.items():
         if name not in of_pieces:
             found[name] = _tensor(dtype, shape, [([0] * len(shape), shape)])
-    found.update({key: BytesStorageMetadata() for key in contents.bytes})
+    found.update({key: BytesStorageMetadata() for key in contents.opaque})
     paths: Mapping[str, tuple[Any, ...]] = {key: tuple(path) for key, path in contents.paths.items()}
     return Metadata(
         state_dict_metadata=found,

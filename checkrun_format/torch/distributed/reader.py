@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata

@@ -157,6 +157,7 @@ def _together(shards: Iterable[Shard]) -> Iterator[tuple[str, tuple[int, int], l
 
 def staged(shard: Shard, choice: Choice) -> Shard:
     """A shard whose values to be stored lie in memory of their own, on the CPU: training may go on."""
+    assert shard.values is not None
     values = _taken(shard, choice.within(*shard.rows))
     alone = values.untyped_storage().data_ptr() != shard.values.untyped_storage().data_ptr()
     return replace(shard, values=values.to("cpu", copy=not alone), cut=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -284,7 +285,7 @@ class CheckrunWriter(AsyncStager, StorageWriter):
             fields=fields,
             pieces=pieces,
             sizes={key: list(sizes[key]) for key in pieces},
-            bytes=[item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO],
+            opaque=[item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO],
             paths={key: path for key, path in paths.items() if not key.startswith(_STAGED)},
         )
 
@@ -331,7 +332,7 @@ class CheckrunWriter(AsyncStager, StorageWriter):
             all_told = [None] * ranks
             dist.all_gather_object(all_told, told, group=self._group)
         _raise_any(all_told)
-        decided = [None]
+        decided: list[Any] = [None]
         if rank == 0:
             keys = {key for _, keys in all_told for key in keys}
             decided = [_attempt(lambda: self._begin([report for report, _ in all_told], keys))]
@@ -412,7 +413,8 @@ def _put(writer: Any, planner: SavePlanner, item: WriteItem) -> None:
     value = planner.resolve_data(item)
     key = item.index.fqn
     if item.type == WriteItemType.BYTE_IO:
-        writer.put_blob(key, value.getbuffer())
+        assert isinstance(value, io.BytesIO)
+        writer.put_blob(key, value.getvalue())
         return
     data = _data(item)
     name = piece_name(key, data.chunk.offsets, data.chunk.sizes, data.size)
