@@ -85,11 +85,11 @@ def run_group(file: str, folder: Path, world: int, names: str = "") -> Told:
     return collect(start(file, folder, world, names), folder)
 
 
-def main(scenarios: Mapping[str, Callable[[Rank], Any]]) -> None:
-    """What each process does."""
+def main(scenarios: Mapping[str, Callable[[Rank], Any]], *, quiet: bool = False) -> None:
+    """What each process does; `quiet` where other packages warn of themselves."""
     from torch import distributed as dist
 
-    warnings.simplefilter("error")
+    warnings.simplefilter("ignore" if quiet else "error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*(barrier|_get_pg_default_device|TORCH_DISTRIBUTED).*")

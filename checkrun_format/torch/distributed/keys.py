@@ -105,7 +105,7 @@ class Keys:
                         best = (len(end), weight, field)
                     elif tail.startswith(f"{end}.") and best is not None and len(end) == best[0] and best[1] != weight:
                         raise InvalidInputError(
-                            f"{key!r} may be optimizer state of {best[1]!r} or {weight!r}: give tables= as a mapping of "
+                            f"{key!r} may be optimizer state of {best[1]!r} or {weight!r}: give a mapping of "
                             "table names to mappings of field names to keys"
                         )
         return None if best is None else best[1:]

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import InvalidInputError
+from checkrun_format.errors import CheckrunError, InvalidInputError
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run
 from checkrun_format.saving import checked_step
@@ -126,6 +126,7 @@ class RankSaver:
         self, run: Run, *, process_group: dist.ProcessGroup | None = None, timeout: dt.timedelta = TIMEOUT
     ) -> None:
         self.run = run
+        self._group = process_group
         self.exchange = Exchange(process_group, timeout)
         self._member = Member()
         if self.exchange.rank == 0 and run.mode != "a":
@@ -235,6 +236,26 @@ class RankSaver:
                     f"{shard.rows} and columns {shard.columns}"
                 )
         return self._member.report(shards)
+
+    def chosen(self, checkpoint: int | None = None, *, missing_ok: bool = False) -> Checkpoint | None:
+        """The checkpoint of a number, or rank 0's latest one; the same on all ranks. A collective.
+
+        Raises
+        ------
+        CheckpointNotFoundError, DamagedError, PrunedError
+            On every rank.
+        """
+        told: list[Any] = [checkpoint]
+        if self.exchange.rank == 0 and checkpoint is None:
+            try:
+                latest = self.run.latest(default=None) if missing_ok else self.run.latest()
+                told = [None if latest is None else latest.sequence]
+            except CheckrunError as error:
+                told = [error]
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if isinstance(told[0], CheckrunError):
+            raise told[0]
+        return None if told[0] is None else self.run[told[0]]
 
     def restored(self, checkpoint: Checkpoint) -> None:
         """Say that all ranks have read a checkpoint into what they train: the next save goes on from it."""
