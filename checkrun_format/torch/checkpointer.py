@@ -384,7 +384,7 @@ class Checkpointer:
         return True
 
     def close(self) -> None:
-        """Wait for the save that goes on, and take all hooks off.
+        """Wait for the save that goes on, have readers end, and take all hooks off.
 
         Raises
         ------
@@ -394,6 +394,8 @@ class Checkpointer:
         try:
             self._settle("wait")
         finally:
+            if self._budget is not None:
+                self._budget.close()
             self.tracker.close()
             for handle in self._optimizer_handles:
                 handle.remove()

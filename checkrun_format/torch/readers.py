@@ -16,6 +16,7 @@ from checkrun_format.errors import InvalidInputError
 
 _MOST_WORKERS = 1024
 _ENDLESS = 2**62
+_CLOSED = -1
 _LONGEST_NAP = 0.01
 
 
@@ -55,8 +56,20 @@ class ReaderBudget:
         """A dataset that waits before each batch until it is allowed; see `LimitedReader`."""
         return LimitedReader(self, dataset, first=first, batch_size=batch_size)
 
-    def wait(self, batch: Callable[[], int]) -> None:
+    def close(self) -> None:
+        """Have readers end that wait; `Checkpointer.close` does it.
+
+        Whoever leaves a loop early calls it before, or a `DataLoader` waits some seconds for each of its workers.
+        """
+        self._limit.value = _CLOSED
+
+    def wait(self, batch: Callable[[], int]) -> bool:
         """Return once the batch of the number that `batch` tells, which may fall meanwhile, may be read.
+
+        Returns
+        -------
+        bool
+            False if it never will be.
 
         Raises
         ------
@@ -65,6 +78,8 @@ class ReaderBudget:
         """
         nap, parent = 1e-4, multiprocessing.parent_process()
         while batch() >= self.allowed:
+            if self.allowed == _CLOSED:
+                return False
             if parent is None:
                 raise InvalidInputError(
                     f"batch {batch()} is read before it is allowed: step_done() allows as many as there are steps up "
@@ -74,6 +89,7 @@ class ReaderBudget:
                 os._exit(1)  # the trainer was killed: nobody will ever allow more
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
+        return True
 
 
 class LimitedReader(IterableDataset[Any]):
@@ -111,7 +127,8 @@ class LimitedReader(IterableDataset[Any]):
         while True:
             if count % self._batch_size == 0:
                 turn = count // self._batch_size
-                self._budget.wait(functools.partial(self._number, turn, worker, workers))
+                if not self._budget.wait(functools.partial(self._number, turn, worker, workers)):
+                    return
             try:
                 sample = next(samples)
             except StopIteration:

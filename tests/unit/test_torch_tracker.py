@@ -1,0 +1,508 @@
+"""Rows that change are noted, whatever changes them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from checkrun_format.errors import InvalidInputError, TrackingWarning
+from checkrun_format.torch.lookups import Tables, find_tables
+from checkrun_format.torch.tracker import Tracker
+
+ROWS = 50
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
+
+
+def tracker_of(model: nn.Module, tables: Tables = None, optimizer: torch.optim.Optimizer | None = None) -> Tracker:
+    def states(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape[:1] == (ROWS,)}
+
+    return Tracker(find_tables(model, tables), states)
+
+
+def taken(tracker: Tracker, table: str = "weight") -> list[int] | str:
+    """What a snapshot takes: rows, or why it takes all."""
+    told = tracker.take()[table]
+    return told.rows.tolist() if told.whole is None else told.whole
+
+
+def ids(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def embedding(**options: Any) -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(ROWS, 4, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(*inputs).square().sum().backward()
+    optimizer.step()
+
+
+def look_up(model: nn.Embedding, rows: torch.Tensor, *, sparse: bool = False) -> None:
+    """Past the module."""
+    loss: Any = functional.embedding(rows, model.weight, sparse=sparse).sum()
+    loss.backward()
+
+
+SGD = torch.optim.SGD
+
+
+class TestLookups:
+    @pytest.mark.parametrize("sparse", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+    def test_a_forward_notes_its_rows(self, sparse: bool, dtype: torch.dtype) -> None:
+        model = embedding(sparse=sparse)
+        tracker = tracker_of(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, ids(3, 7, 3, 49).reshape(2, 2).to(dtype))
+        optimizer.zero_grad()
+        assert taken(tracker) == [3, 7, 49]
+        assert taken(tracker) == []
+
+    def test_arguments_may_be_given_by_name(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        model(input=ids(4))
+        assert taken(tracker) == [4]
+
+    @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+    def test_bags(self, mode: str) -> None:
+        model = nn.EmbeddingBag(ROWS, 4, mode=mode, padding_idx=2)
+        tracker = tracker_of(model)
+        before = model.weight.detach().clone()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, ids(2, 5, 9, 5), ids(0, 2))
+        optimizer.zero_grad()
+        noted = taken(tracker)
+        differing = torch.nonzero((before != model.weight).any(1)).squeeze(1).tolist()
+        assert set(differing) == {5, 9}
+        assert set(differing) <= set(noted)
+        assert set(noted) <= {2, 5, 9}
+
+    def test_padding(self) -> None:
+        model = embedding(padding_idx=0)
+        tracker = tracker_of(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        before = model.weight.detach().clone()
+        train(model, optimizer, ids(0, 1))
+        optimizer.zero_grad()
+        assert torch.equal(before[0], model.weight[0])
+        assert 1 in taken(tracker)
+
+    def test_one_table_in_two_modules(self) -> None:
+        model = nn.ModuleList([embedding(), embedding()])
+        model[1].weight = model[0].weight
+        tracker = tracker_of(model)
+        assert list(tracker.tables) == ["0.weight"]
+        model[0](ids(1))
+        model[1](ids(2))
+        assert taken(tracker, "0.weight") == [1, 2]
+
+    def test_one_module_under_two_names(self) -> None:
+        model = nn.ModuleDict({"a": embedding()})
+        model["b"] = model["a"]
+        tracker = tracker_of(model)
+        assert list(tracker.tables) == ["a.weight"]
+        model["b"](ids(2))
+        assert taken(tracker, "a.weight") == [2]
+
+    def test_without_gradients_nothing_is_noted(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        with torch.no_grad():
+            model(ids(1))
+        with torch.inference_mode():
+            model(ids(2))
+        model.requires_grad_(requires_grad=False)
+        model(ids(3))
+        assert taken(tracker) == []
+
+    def test_activation_checkpointing(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for reentrant in (False, True):
+            scale = torch.ones(1, requires_grad=True)
+            looked_up = torch.utils.checkpoint.checkpoint(
+                lambda rows, scale: model(rows) * scale, ids(5), scale, use_reentrant=reentrant
+            )
+            looked_up.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert taken(tracker) == [5]
+
+    @pytest.mark.parametrize("train_mode", [True, False])
+    def test_renormalizing_changes_rows_in_evaluation_too(self, train_mode: bool) -> None:
+        model = embedding(max_norm=0.1)
+        tracker = tracker_of(model)
+        before = model.weight.detach().clone()
+        model.train(train_mode)
+        with torch.no_grad():
+            model(ids(6, 8))
+        assert not torch.equal(before[[6, 8]], model.weight[[6, 8]])
+        assert taken(tracker) == [6, 8]
+
+    def test_renormalizing_does_not_hide_other_writes(self) -> None:
+        model = embedding(max_norm=0.1)
+        tracker = tracker_of(model)
+        with torch.no_grad():
+            model.weight[3] += 1
+            model(ids(6))
+        assert taken(tracker) == "it was written to outside of an optimizer step"
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_compiled_models(self, backend: str) -> None:
+        model = nn.Sequential(embedding(), nn.Linear(4, 1))
+        tracker = tracker_of(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend=backend)
+        for row in range(20):
+            train(compiled, optimizer, ids(row, row + 1))  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        assert taken(tracker, "0.weight") == list(range(21))
+        torch.compiler.reset()
+
+
+class TestSteps:
+    """Rows whose change is yet to come stay noted."""
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    def test_accumulation_across_a_snapshot(self, sparse: bool) -> None:
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for row in (1, 2):
+            model(ids(row)).sum().backward()
+        assert taken(tracker) == [1, 2]
+        model(ids(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2, 3]
+        assert taken(tracker) == []
+
+    def test_a_graph_across_a_snapshot(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        loss = model(ids(1)).sum()
+        assert taken(tracker) == [1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1]
+
+    def test_gradients_that_outlive_a_step(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, ids(1))
+        assert taken(tracker) == [1]
+        model(ids(2)).sum().backward()  # no zero_grad: row 1 moves again
+        before = model.weight[1].detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, model.weight[1])
+        assert taken(tracker) == [1, 2]
+
+    def test_many_steps(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for step in range(600):
+            train(model, optimizer, ids(step % 3))
+        model(ids(9))
+        optimizer.zero_grad()
+        assert taken(tracker) == [0, 1, 2, 9]
+        assert taken(tracker) == [9]
+
+    def test_an_exception_between_forward_and_step(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+
+        def failing() -> None:
+            model(ids(1)).sum().backward()
+            raise ValueError
+
+        with pytest.raises(ValueError):
+            failing()
+        assert taken(tracker) == [1]
+        optimizer.step()  # somebody goes on all the same
+        optimizer.zero_grad()
+        assert taken(tracker) == [1]
+
+    def test_a_closure(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(ids(4)).sum()
+            loss.backward()
+            return float(loss.item())
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        assert taken(tracker) == [4]
+        assert taken(tracker) == []
+
+    def test_a_failing_forward(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        with pytest.raises(IndexError):
+            model(ids(ROWS))
+        assert taken(tracker) == []
+
+    def test_gradients_from_before_the_hooks(self) -> None:
+        model = embedding()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(ids(4)).sum().backward()
+        tracker = tracker_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [4]
+
+    def test_put_back(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, ids(1))
+        optimizer.zero_grad()
+        failed = tracker.take()
+        train(model, optimizer, ids(2))
+        optimizer.zero_grad()
+        tracker.put_back(failed)
+        assert taken(tracker) == [1, 2]
+        tracker.tables["weight"].mark_all("why")
+        failed = tracker.take()
+        tracker.put_back(failed)
+        assert taken(tracker) == "why"
+
+
+class TestWholeTables:
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (torch.optim.Adam, "Adam changes the state of every row in each step"),
+            (torch.optim.AdamW, "AdamW changes the state of every row in each step"),
+            (torch.optim.RMSprop, "RMSprop changes the state of every row in each step"),
+            (lambda p: SGD(p, lr=0.1, weight_decay=0.1), "SGD: weight decay moves every row"),
+            (lambda p: SGD(p, lr=0.1, momentum=0.9), "SGD: momentum moves rows of earlier batches"),
+            (lambda p: torch.optim.Adagrad(p, weight_decay=0.1), "Adagrad: weight decay moves every row"),
+            (lambda p: type("Mine", (SGD,), {})(p, lr=0.1), "Mine is not known to leave rows without gradient"),
+        ],
+        ids=["Adam", "AdamW", "RMSprop", "decay", "momentum", "Adagrad decay", "unknown"],
+    )
+    def test_optimizers_that_move_other_rows(self, make: Callable[[Any], torch.optim.Optimizer], reason: str) -> None:
+        model = embedding()
+        optimizer = make(model.parameters())
+        tracker = tracker_of(model, optimizer=optimizer)
+        train(model, optimizer, ids(1))
+        told = taken(tracker)
+        assert isinstance(told, str)
+        assert told.startswith(reason)
+        assert taken(tracker) == [1], "no step since, but its gradient is still there"
+
+    def test_momentum_from_a_later_step_on(self) -> None:
+        model = embedding()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        tracker = tracker_of(model, optimizer=optimizer)
+        train(model, optimizer, ids(1))
+        assert taken(tracker) == [1]
+        optimizer.param_groups[0]["momentum"] = 0.5
+        train(model, optimizer, ids(2))
+        assert taken(tracker) == "SGD: momentum moves rows of earlier batches"
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda m: m.load_state_dict(m.state_dict()),
+            lambda m: m.weight.detach().add_(1),
+            lambda m: nn.init.zeros_(m.weight),
+        ],
+        ids=["load_state_dict", "detached", "init"],
+    )
+    def test_writes_outside_of_steps(self, write: Callable[[nn.Module], None]) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        write(model)
+        train(model, optimizer, ids(1))
+        assert taken(tracker) == "it was written to outside of an optimizer step"
+        optimizer.zero_grad()
+        assert taken(tracker) == [1] or taken(tracker) == []
+
+    def test_writes_to_the_state(self) -> None:
+        model = embedding()
+        optimizer = torch.optim.Adagrad(model.parameters())
+        tracker = tracker_of(model, optimizer=optimizer)
+        train(model, optimizer, ids(1))
+        assert taken(tracker) == [1]
+        optimizer.state[model.weight]["sum"].zero_()
+        assert taken(tracker) == "it was written to outside of an optimizer step"
+
+    def test_an_optimizer_that_nobody_named(self) -> None:
+        """Steps of every optimizer of the process are seen."""
+        model = embedding()
+        tracker = tracker_of(model)
+        train(model, torch.optim.Adagrad(model.parameters()), ids(2))
+        assert taken(tracker) == [2]
+
+
+class TestPastTheHooks:
+    @pytest.mark.parametrize("sparse", [False, True])
+    def test_a_functional_lookup_is_found_and_followed(self, sparse: bool) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        model(ids(1)).sum().backward()
+        look_up(model, ids(2, 3), sparse=sparse)
+        with pytest.warns(TrackingWarning, match="a gradient reached row 2 "):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == "gradients reached rows past the hooks"
+        look_up(model, ids(5), sparse=sparse)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [5]
+
+    def test_it_is_found_at_a_snapshot_at_the_latest(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            train(model, optimizer, ids(1))
+        model.zero_grad()
+        look_up(model, ids(2))
+        optimizer.step()
+        with pytest.warns(TrackingWarning, match="row 2 "):
+            assert taken(tracker) == "gradients reached rows past the hooks"
+
+    def test_tied_weights_are_refused(self) -> None:
+        model = nn.ModuleDict({"in": embedding(), "out": nn.Linear(4, ROWS, bias=False)})
+        model["out"].weight = model["in"].weight
+        with pytest.raises(InvalidInputError, match=r"table 'in\.weight' is tied to 'out\.weight', which is no lookup"):
+            tracker_of(model)
+        assert list(tracker_of(model, {"in.weight": "dense"}).tables) == []
+        tracker = tracker_of(model, {"out.weight": "all"})
+        assert taken(tracker, "in.weight") == "tables= says that any row may change"
+        assert taken(tracker, "in.weight") == "tables= says that any row may change"
+
+    def test_a_forward_of_its_own_is_refused(self) -> None:
+        class Hashed(nn.Embedding):
+            def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+                return super().forward(input % ROWS)
+
+        with pytest.raises(InvalidInputError, match="no known module looks its rows up"):
+            tracker_of(Hashed(ROWS, 4))
+
+    def test_a_subclass_with_the_same_forward(self) -> None:
+        model = type("Named", (nn.Embedding,), {})(ROWS, 4)
+        tracker = tracker_of(model)
+        model(ids(1))
+        assert taken(tracker) == [1]
+
+    def test_a_plain_parameter_with_marks(self) -> None:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Parameter(torch.ones(ROWS, 4))
+
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return functional.embedding(rows, self.table)
+
+        model = Model()
+        assert list(tracker_of(model).tables) == []
+        with pytest.raises(InvalidInputError, match="no known module looks its rows up"):
+            tracker_of(model, ["table"])
+        tracker, optimizer = tracker_of(model, {"table": "marked"}), SGD(model.parameters(), lr=0.1)
+        tracker.tables["table"].mark(ids(4))
+        train(model, optimizer, ids(4))
+        optimizer.zero_grad()
+        assert taken(tracker, "table") == [4]
+        with pytest.warns(TrackingWarning, match="a gradient reached row 5 "):
+            train(model, optimizer, ids(5))
+
+    def test_parametrized_tables_are_dense(self) -> None:
+        model = embedding()
+        torch.nn.utils.parametrizations.weight_norm(model)
+        assert find_tables(model) == []
+
+
+class TestChoice:
+    def test_names(self) -> None:
+        model = nn.ModuleDict({"a": embedding(), "b": nn.Sequential(embedding())})
+        assert [t.name for t in find_tables(model)] == ["a.weight", "b.0.weight"]
+        assert [t.name for t in find_tables(model, ["b.0.weight"])] == ["b.0.weight"]
+        assert [t.name for t in find_tables(model, {"b.0.weight": "dense"})] == ["a.weight"]
+        assert find_tables(model, []) == []
+
+    @pytest.mark.parametrize(
+        ("tables", "match"),
+        [
+            (["x.weight"], "the model has no parameter 'x.weight'; its embeddings: a.weight"),
+            ("a.weight", "give a list of names"),
+            ({"a.weight": "some"}, "'some'; one of lookups, marked, all, dense"),
+        ],
+    )
+    def test_refused(self, tables: Any, match: str) -> None:
+        with pytest.raises(InvalidInputError, match=match):
+            find_tables(nn.ModuleDict({"a": embedding()}), tables)
+
+    @pytest.mark.parametrize(
+        ("rows", "match"), [([ROWS], "row 50 is not in a table of 50 rows"), ([-1], "row -1"), ([0.5], "float32")]
+    )
+    def test_marks_are_checked(self, rows: Iterable[float], match: str) -> None:
+        with pytest.raises(InvalidInputError, match=match):
+            tracker_of(embedding()).tables["weight"].mark(torch.tensor(rows))
+
+
+class TestHooks:
+    def test_a_copy_of_the_model_notes_nothing(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        copied = copy.deepcopy(model)
+        copied(ids(1))
+        assert taken(tracker) == []
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        torch.load(file, weights_only=False)(ids(2))
+        assert taken(tracker) == []
+        model(ids(3))
+        assert taken(tracker) == [3]
+
+    def test_after_close_nothing_is_noted(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        tracker.close()
+        train(model, SGD(model.parameters(), lr=0.1), ids(1))
+        assert not model._forward_hooks
+        assert tracker.tables["weight"].bitmap.sum() == 0
+
+    def test_the_bitmap_takes_a_byte_a_row(self) -> None:
+        model = nn.Embedding(1000, 64)
+        bitmap = tracker_of(model).tables["weight"].bitmap
+        assert bitmap.nbytes * 256 == model.weight.nbytes
+
+    def test_random_training_misses_nothing(self) -> None:
+        random = np.random.default_rng(0)
+        for sparse in (False, True):
+            model = embedding(sparse=sparse)
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            tracker = tracker_of(model, optimizer=optimizer)
+            stored = model.weight.detach().clone()
+            for step in range(200):
+                rows = torch.from_numpy(random.integers(0, ROWS, 3))
+                model(rows).square().sum().backward()
+                if random.random() < 0.5:
+                    optimizer.step()
+                if random.random() < 0.3:
+                    optimizer.zero_grad()
+                if random.random() < 0.2:
+                    rows = tracker.take()["weight"].rows
+                    stored[rows] = model.weight.detach()[rows]
+                    assert torch.equal(stored, model.weight), step
