@@ -141,7 +141,7 @@ def reshard(rank: Rank) -> dict[str, Any]:
                 state(kind, saving, rank.number, group, 1), storage_writer=writer, process_group=group
             )
         dist.barrier()
-        ways = ((kind, 1), (kind, 2), (KINDS[(place + 1) % len(KINDS)], 2))
+        ways = ((kind, 1), (KINDS[(place + 1) % len(KINDS)], 2))
         for (loading, other), (kind_now, number) in itertools.product(all_groups.items(), ways):
             if rank.number < loading:
                 loaded = state(kind_now, loading, rank.number, other, 0, blank=True)

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -58,21 +59,20 @@ def start(file: str, folder: Path, world: int, names: str = "") -> list[subproce
 
 
 def collect(
-    processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 110, killed: Collection[int] = ()
+    processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 220, killed: Collection[int] = ()
 ) -> Told:
     """Wait for a group; scenario to what each rank returned that was not to be killed.
 
     Raises AssertionError with all that the processes printed if one failed.
     """
-    printed = []
-    try:
-        for process in processes:
-            out, _ = process.communicate(timeout=timeout)
-            printed.append(out)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    end = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        if any(process.poll() not in (None, 0, -9) for process in processes):
+            end = min(end, time.monotonic() + 3)
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+    printed = [process.communicate()[0] for process in processes]
     codes = [process.returncode for process in processes]
     assert codes == [-9 if rank in killed else 0 for rank in range(len(codes))], f"{codes}\n" + "\n".join(printed)
     alive = [rank for rank in range(len(processes)) if rank not in killed]

@@ -81,9 +81,9 @@ def test_a_save_goes_on_in_a_thread_beside_collectives(told: Told) -> None:
 
 def test_a_rank_that_leaves_a_save_out_is_named_and_takes_part_in_the_next(told: Told) -> None:
     seen = [rank["seen"] for rank in told["absent"]]
-    named = "RankError: rank 2 did not answer within 1.5 s: it died, hangs, or takes longer; nothing was committed"
+    named = "RankError: rank 2 did not answer within 5 s: it died, hangs, or takes longer; nothing was committed"
     assert seen == [named, named, "absent", named]
-    assert [(r["in_time"], r["number"], r["stored"]) for r in told["absent"]] == [(True, 2, 4)] * 4
+    assert [(r["number"], r["stored"]) for r in told["absent"]] == [(2, 4)] * 4
 
 
 def test_a_killed_rank_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_a_killed_rank_is_named_and_nothing_is_committed(tmp_path: Path) -> None
     found = collect(start("saver_scenarios.py", tmp_path, 3, "killed"), tmp_path, killed=(0, 2))["killed"]
     assert len(found) == 1
     first, second = found[0]["seen"]
-    assert first.startswith("RankError: rank 2 did not answer within 3 s")
+    assert first.startswith("RankError: rank 2 did not answer within 5 s")
     assert second.startswith("RankError: the store of torch.distributed is gone, and with it probably rank 0")
-    assert (found[0]["committed"], found[0]["in_time"]) == ([1], True)
+    assert found[0]["committed"] == [1]
     assert crf.open_run(tmp_path / "killed/run").latest().sequence == 1
 
 

@@ -13,8 +13,9 @@ import msgspec
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from checkrun_format.errors import RankError
+from checkrun_format.errors import CheckrunError, RankError
 from checkrun_format.manifest import Record
+from checkrun_format.torch.pending import SaveCancelledError
 
 T = TypeVar("T")
 
@@ -30,11 +31,14 @@ class Failure(Record, frozen=True, kw_only=True, tag=True):
 
     rank: int
     message: str
+    kind: str = ""
     missing: tuple[int, ...] = ()
     """Ranks that did not answer."""
 
-    def error(self) -> RankError:
+    def error(self) -> CheckrunError:
         """What those who wait for the message raise."""
+        if self.kind == SaveCancelledError.kind:
+            return SaveCancelledError(f"rank {self.rank}: {self.message}")
         prefix = "" if self.message.startswith("rank ") else f"rank {self.rank} failed, nothing was committed: "
         return RankError(f"{prefix}{self.message}")
 
@@ -72,7 +76,7 @@ class Exchange:
 
     def announce(self) -> int:
         """Begin the next save, as rank 0; its number."""
-        self._forget(self._number)
+        self._forget(self._number - 1)
         self._number += 1
         self._store.set(f"{self._prefix}/head", str(self._number))
         return self._number
@@ -122,7 +126,8 @@ class Exchange:
         """Send, in place of a message, why there is none."""
         told = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         missing = error.missing if isinstance(error, RankError) else ()
-        self._send(number, what, Failure(rank=self.rank, message=told, missing=missing))
+        kind = error.kind if isinstance(error, CheckrunError) else ""
+        self._send(number, what, Failure(rank=self.rank, message=told, kind=kind, missing=missing))
 
     def _send(self, number: int, what: str, message: Message | Failure) -> None:
         self._store.set(self._key(number, what, self.rank), msgspec.msgpack.encode(message))  # type: ignore[arg-type]  # bytes, too
@@ -152,13 +157,13 @@ class Exchange:
         latest = time.monotonic() + times * self._timeout
         missing, found, pause = list(ranks), {}, _SHORTEST
         while True:
-            self._raise_failed(number)
             for rank in list(missing):
                 if self._is_there(self._key(number, what, rank)):
                     found[rank] = self._read(number, what, rank, kind)
                     missing.remove(rank)
             if not missing:
                 return [found[rank] for rank in ranks]
+            self._raise_failed(number)
             if time.monotonic() > latest:
                 end = "whether the save was committed is not known" if what == "result" else "nothing was committed"
                 error = RankError(

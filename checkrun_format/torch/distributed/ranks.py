@@ -74,8 +74,10 @@ class Report(Record, frozen=True, kw_only=True):
     held: list[Held]
     whole: list[str]
     """Tables of which any row may have changed."""
-    told: list[str]
-    """Tables of which `rows` has every changed row that the rank knows; of others, those that it does not hold."""
+    tensors: list[str]
+    """Names of its dense tensors."""
+    told: list[str] | None
+    """Tables (None: all) of which `rows` has every changed row that the rank knows; of others, those it does not hold."""
     rows: dict[str, bytes]
 
 
@@ -93,6 +95,10 @@ class Order(Record, frozen=True, kw_only=True):
     """Tables of which several ranks hold the same rows: each tells every changed row that it knows."""
     rows: dict[str, bytes]
     """Changed rows that were told."""
+    holders: dict[str, list[int]]
+    """The ranks that hold anything of a table."""
+    owners: dict[str, int]
+    """Which rank stores a dense tensor that rank 0 does not have: the lowest that has it."""
 
 
 class Fields(dict[str, tuple[str, int | None]]):
@@ -148,7 +154,7 @@ class Coordinator:
         shared = shared_tables([[held.shard() for held in report.held] for report in reports])
         whole = {table for report in reports for table in report.whole}
         # Of a table found to be shared just now, ranks have not told all that they know.
-        whole |= {table for table in shared for report in reports if table not in report.told}
+        whole |= {table for table in shared for told in reports if told.told is not None and table not in told.told}
         storage, known, exact = {}, {}, []
         for table, told in fields.items():
             assert told.rows is not None
@@ -165,6 +171,10 @@ class Coordinator:
             exact=exact,
             shared=sorted(shared),
             rows={table: pack(_union(reports, table)) for table in fields if any(table in r.rows for r in reports)},
+            holders={
+                table: [n for n, r in enumerate(reports) if any(h.table == table for h in r.held)] for table in fields
+            },
+            owners=_owners(reports),
         )
         return cls(save, order, dropped, extra)
 
@@ -182,6 +192,17 @@ class Coordinator:
         stored = {table["name"] for part_list in part_lists for table in part_list["tables"]}
         unchanged = [name for name, kind in self.order.storage.items() if kind == "changed" and name not in stored]
         return self._save.commit(part_lists, unchanged=unchanged, dropped=self._dropped, extra=self._extra, step=step)
+
+
+def _holders(reports: Sequence[Report], table: str) -> list[int]:
+    return [rank for rank, report in enumerate(reports) if any(held.table == table for held in report.held)]
+
+
+def _owners(reports: Sequence[Report]) -> dict[str, int]:
+    owners: dict[str, int] = {}
+    for rank, report in reversed(list(enumerate(reports))):
+        owners |= dict.fromkeys(report.tensors, rank)
+    return {name: rank for name, rank in owners.items() if rank}
 
 
 def _union(reports: Sequence[Report], table: str) -> Ids:
@@ -225,7 +246,7 @@ class Member:
     """
 
     def __init__(self) -> None:
-        self._shared: set[str] = set()
+        self._shared: set[str] | None = None  # unknown as long as there was no save
         self._pending: dict[str, Changed] = {}
         self._handed: dict[str, Changed] = {}
         self._attempt: Token | None = None
@@ -258,19 +279,21 @@ class Member:
         """The state was restored: nothing is pending."""
         self._pending, self._handed, self._attempt, self._storing, self._stored = {}, {}, None, {}, {}
 
-    def report(self, shards: Sequence[Shard]) -> Report:
+    def report(self, shards: Sequence[Shard], tensors: Iterable[str] = ()) -> Report:
         """What this rank tells the coordinator."""
         ranges, rows = held_rows(shards), {}
         for table, changed in self._pending.items():
             known = changed.rows
-            if table not in self._shared:
+            tells_all = self._shared is None or table in self._shared
+            if not tells_all:
                 known = known[~inside(known, ranges.get(table, ()))]
-            if known.size or table in self._shared:
+            if known.size or tells_all:
                 rows[table] = pack(known)
         return Report(
             held=[Held.of_shard(shard) for shard in shards],
+            tensors=list(tensors),
             whole=[table for table, changed in self._pending.items() if changed.everything],
-            told=sorted(self._shared),
+            told=None if self._shared is None else sorted(self._shared),
             rows=rows,
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,33 +19,42 @@ from checkrun_format.saving import checked_step
 from checkrun_format.state import All, extra_json
 from checkrun_format.torch.distributed.exchange import Exchange
 from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report, join
-from checkrun_format.torch.distributed.shards import Choice, Shard, parts, staged
+from checkrun_format.torch.distributed.shards import Choice, Shard, on_host, parts, staged
 
 TIMEOUT = dt.timedelta(minutes=10)
 """How long a rank waits for another."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """A save that all ranks have begun."""
+
+    number: int
+    rank: int
+    order: Order
+    coordinator: Coordinator | None
+    choices: dict[str, Choice]
+
+    def own(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the dense tensors that this rank stores."""
+        return {name: values for name, values in tensors.items() if self.order.owners.get(name, 0) == self.rank}
+
+
 class RankSave:
-    """A save that all ranks have begun: what this one stores is decided, and copied if that was asked for."""
+    """A save of which all that this rank stores is at hand, copied if that was asked for."""
 
     def __init__(
         self,
         saver: RankSaver,
+        agreed: Agreed,
         *,
-        number: int,
-        order: Order,
-        coordinator: Coordinator | None,
         held: Sequence[Shard],
-        choices: dict[str, Choice],
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Any],
         blobs: Mapping[str, bytes],
     ) -> None:
         self._saver = saver
-        self._number = number
-        self._order = order
-        self._coordinator = coordinator
+        self._agreed = agreed
         self._held = held
-        self._choices = choices
         self._tensors = tensors
         self._blobs = blobs
 
@@ -63,36 +73,31 @@ class RankSave:
         CheckrunError
             Why this rank failed.
         """
-        exchange = self._saver.exchange
-        try:
+        saver, agreed, exchange = self._saver, self._agreed, self._saver.exchange
+        with saver.failing(agreed.number):
             part_list = self._store(check)
-        except BaseException as error:
-            exchange.send_failure(self._number, "parts", error)
-            if exchange.rank == 0:
-                exchange.send_failure(self._number, "result", error)
-            raise
-        exchange.send(self._number, "parts", part_list)
-        if self._coordinator is None:
-            return self._saver.run[exchange.receive(self._number, "result", int, times=3)]
-        try:
-            part_lists = exchange.gather(self._number, "parts", dict[str, Any])
+        exchange.send(agreed.number, "parts", part_list)
+        if agreed.coordinator is None:
+            return saver.run[exchange.receive(agreed.number, "result", int, times=3)]
+        with saver.failing(agreed.number):
+            part_lists = exchange.gather(agreed.number, "parts", dict[str, Any])
             check()
-            checkpoint = self._coordinator.commit(part_lists)
-        except BaseException as error:
-            exchange.send_failure(self._number, "result", error)
-            raise
-        exchange.send(self._number, "result", checkpoint.sequence)
+            checkpoint = agreed.coordinator.commit(part_lists)
+        exchange.send(agreed.number, "result", checkpoint.sequence)
         return checkpoint
 
     def _store(self, check: Callable[[], None]) -> dict[str, Any]:
-        rank = self._saver.exchange.rank
-        writer = self._coordinator.writer(rank) if self._coordinator else join(self._order, rank, self._saver.run.url)
-        for part in parts(self._held, self._choices):
+        agreed = self._agreed
+        if agreed.coordinator is not None:
+            writer = agreed.coordinator.writer(agreed.rank)
+        else:
+            writer = join(agreed.order, agreed.rank, self._saver.run.url)
+        for part in parts(self._held, agreed.choices):
             check()
             part.put(writer)
         for name, values in self._tensors.items():
             check()
-            writer.put_tensor(name, values.detach().cpu())
+            writer.put_tensor(name, on_host(values))
         for name, data in self._blobs.items():
             writer.put_blob(name, data)
         return writer.finish()
@@ -142,13 +147,9 @@ class RankSaver:
         changed: Mapping[str, Ids | All],
         *,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        own_tensors: Mapping[str, torch.Tensor] | None = None,
         blobs: Mapping[str, bytes] | None = None,
-        extra: Any = None,
-        step: int | None = None,
-        parent: int | str | None = "auto",
-        dropped: Sequence[str] = (),
         copy: bool = False,
+        **options: Any,
     ) -> RankSave:
         """Agree with the other ranks on what is saved. On the thread that trains.
 
@@ -159,10 +160,12 @@ class RankSaver:
         changed : mapping of table to rows
             Rows (of the whole table, ascending) that this rank saw change since it last named them, ALL if it does not
             know. Those of all ranks are joined. A table that is not here did not change.
-        tensors, extra, step, parent, dropped
-            What is the same on all ranks: rank 0's are taken.
-        own_tensors, blobs : mapping
-            What this rank alone has; names are unique over all ranks.
+        tensors : mapping
+            Dense tensors; one that several ranks have is stored by the lowest of them.
+        blobs : mapping
+            Bytes; names are unique over all ranks.
+        extra, step, parent, dropped
+            As of `Run.save`; rank 0's are taken.
         copy : bool
             Copy all that is stored before returning, so that training may go on.
 
@@ -173,69 +176,64 @@ class RankSaver:
         InvalidInputError
             What was given is refused; other ranks then raise RankError.
         """
+        agreed = self.agree(shards, changed, tensors=tensors or {}, check=_check_values, **options)
+        with self.failing(agreed.number):
+            held = [staged(shard, agreed.choices[shard.table]) for shard in shards] if copy else list(shards)
+            dense = agreed.own(tensors or {})
+            if copy:
+                dense = {name: values.detach().to("cpu", copy=True) for name, values in dense.items()}
+        return RankSave(self, agreed, held=held, tensors=dense, blobs=blobs or {})
+
+    def agree(
+        self,
+        shards: Sequence[Shard],
+        changed: Mapping[str, Ids | All],
+        *,
+        tensors: Mapping[str, Any],
+        check: Callable[[Sequence[Shard]], None] = lambda _: None,
+        extra: Any = None,
+        step: int | None = None,
+        parent: int | str | None = "auto",
+        dropped: Sequence[str] = (),
+    ) -> Agreed:
+        """Tell rank 0 what this rank holds, and learn what of it is stored. Raises as `begin`."""
+        exchange = self.exchange
         self._member.settle(self.run if self._member.waits else None)
         for table, rows in changed.items():
             self._member.tell(table, rows)
-        number = self.exchange.announce() if self.exchange.rank == 0 else self.exchange.follow()
-        coordinator, order = self._agree(number, shards, extra=extra, step=step, parent=parent, dropped=dropped)
-        try:
+        number = exchange.announce() if exchange.rank == 0 else exchange.follow()
+        with self.failing(number, "report", "order"):
+            check(shards)
+            report = self._member.report(shards, tensors)
+            extra_json(extra)
+            checked_step(step)
+        exchange.send(number, "report", report)
+        coordinator = None
+        if exchange.rank == 0:
+            with self.failing(number, "order"):
+                reports = exchange.gather(number, "report", Report)
+                coordinator = Coordinator.begin(
+                    self.run, reports, step=step, parent=parent, dropped=dropped, extra=extra
+                )
+            order = coordinator.order
+            exchange.send(number, "order", order)
+        else:
+            order = exchange.receive(number, "order", Order)
+        with self.failing(number):
             choices = self._member.choices(order, shards, self.run if order.token["predecessor"] else None)
-            held = [staged(shard, choices[shard.table]) for shard in shards] if copy else list(shards)
-            dense = {**(own_tensors or {}), **((tensors or {}) if self.exchange.rank == 0 else {})}
-            if copy:
-                dense = {name: values.detach().to("cpu", copy=True) for name, values in dense.items()}
+        return Agreed(number=number, rank=exchange.rank, order=order, coordinator=coordinator, choices=choices)
+
+    @contextlib.contextmanager
+    def failing(self, number: int, *awaited: str) -> Iterator[None]:
+        """Whatever is raised in here ends the save, and all ranks learn why."""
+        try:
+            yield
         except BaseException as error:
-            self.exchange.send_failure(number, "parts", error)
+            for what in awaited or ("parts",):
+                self.exchange.send_failure(number, what, error)
             if self.exchange.rank == 0:
                 self.exchange.send_failure(number, "result", error)
             raise
-        return RankSave(
-            self,
-            number=number,
-            order=order,
-            coordinator=coordinator,
-            held=held,
-            choices=choices,
-            tensors=dense,
-            blobs=blobs or {},
-        )
-
-    def _agree(self, number: int, shards: Sequence[Shard], **options: Any) -> tuple[Coordinator | None, Order]:
-        """Tell rank 0 what this rank holds; rank 0 decides."""
-        exchange = self.exchange
-        try:
-            report = self._report(shards)
-            extra_json(options["extra"])
-            checked_step(options["step"])
-        except BaseException as error:
-            exchange.send_failure(number, "report", error)
-            if exchange.rank == 0:
-                exchange.send_failure(number, "order", error)
-                exchange.send_failure(number, "result", error)
-            raise
-        exchange.send(number, "report", report)
-        if exchange.rank != 0:
-            return None, exchange.receive(number, "order", Order)
-        try:
-            coordinator = Coordinator.begin(self.run, exchange.gather(number, "report", Report), **options)
-        except BaseException as error:
-            exchange.send_failure(number, "order", error)
-            exchange.send_failure(number, "result", error)
-            raise
-        exchange.send(number, "order", coordinator.order)
-        return coordinator, coordinator.order
-
-    def _report(self, shards: Sequence[Shard]) -> Report:
-        for shard in shards:
-            if shard.values is None:
-                raise InvalidInputError(f"table {shard.table!r}, field {shard.field!r}: a shard without values")
-            high = [shard.rows, *([] if shard.columns is None else [shard.columns])]
-            if tuple(shard.values.shape) != tuple(end - low for low, end in high):
-                raise InvalidInputError(
-                    f"table {shard.table!r}, field {shard.field!r}: values {tuple(shard.values.shape)} for rows "
-                    f"{shard.rows} and columns {shard.columns}"
-                )
-        return self._member.report(shards)
 
     def chosen(self, checkpoint: int | None = None, *, missing_ok: bool = False) -> Checkpoint | None:
         """The checkpoint of a number, or rank 0's latest one; the same on all ranks. A collective.
@@ -264,8 +262,17 @@ class RankSaver:
             self.run.restored_from(checkpoint)
 
 
-def row_slice(shard: Shard, rank: int, ranks: int) -> Shard:
-    """What one of several replicas stores of a table that all of them hold: a range of its rows."""
-    low, high = (shard.of * place // ranks for place in (rank, rank + 1))
-    assert shard.values is not None
-    return dataclasses.replace(shard, rows=(low, high), values=shard.values[low:high])
+def _check_values(shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        spans = [shard.rows, *([] if shard.columns is None else [shard.columns])]
+        shape = None if shard.values is None else tuple(shard.values.shape)
+        if shape != tuple(high - low for low, high in spans):
+            raise InvalidInputError(
+                f"table {shard.table!r}, field {shard.field!r}: values {shape} for rows {shard.rows} and columns "
+                f"{shard.columns}"
+            )
+
+
+def row_slice(rows: int, place: int, among: int) -> tuple[int, int]:
+    """The range of rows that one of several replicas stores."""
+    return rows * place // among, rows * (place + 1) // among

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from checkrun_format import dlpack, dtypes
+from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.rows import Ids, Mask
 from checkrun_format.staging import StagedWriter
@@ -38,6 +38,11 @@ def as_tensor(values: npt.NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(stored).view(getattr(torch, name)).reshape(values.shape)
 
 
+def on_host(values: Any) -> Any:
+    """A tensor on the CPU, without its history; anything else as it is."""
+    return values.detach().cpu() if isinstance(values, torch.Tensor) else values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """A rectangle of a field that this rank holds.
@@ -52,7 +57,7 @@ class Shard:
         Columns of the whole field.
     dtype : str
         Logical name.
-    values : tensor, optional
+    values : tensor or array, optional
         (high - low, columns) or (high - low,), on any device; needed where parts are made.
     cut : bool
         Whether `values` are those of the rows to be stored alone.
@@ -65,7 +70,7 @@ class Shard:
     of: int
     width: int | None
     dtype: str
-    values: torch.Tensor | None = None
+    values: Any = None
     cut: bool = False
 
     @property
@@ -101,11 +106,11 @@ class PartValues:
     choice: Choice
     rows: tuple[int, int] | Ids
     columns: dict[str, tuple[int, int]]
-    fields: dict[str, torch.Tensor]
+    fields: dict[str, Any]
 
     def put(self, writer: StagedWriter) -> None:
         """Store it."""
-        fields = {name: dlpack.to_numpy(values.cpu(), name) for name, values in self.fields.items()}
+        fields = {name: on_host(values) for name, values in self.fields.items()}
         recent: bool | Mask = True
         if self.choice.recent is not None:
             held = np.arange(*self.rows) if isinstance(self.rows, tuple) else self.rows
@@ -163,11 +168,11 @@ def staged(shard: Shard, choice: Choice) -> Shard:
     return replace(shard, values=values.to("cpu", copy=not alone), cut=True)
 
 
-def _taken(shard: Shard, ids: Ids | None) -> torch.Tensor:
+def _taken(shard: Shard, ids: Ids | None) -> Any:
     assert shard.values is not None
-    values = shard.values.detach()
     if shard.cut:
-        return values
+        return shard.values
+    values: torch.Tensor = shard.values.detach()
     if values.layout != torch.strided:
         raise InvalidInputError(f"table {shard.table!r}, field {shard.field!r}: a {values.layout} tensor")
     if ids is None:
