@@ -77,7 +77,7 @@ class Report(Record, frozen=True, kw_only=True):
     tensors: list[str]
     """Names of its dense tensors."""
     told: list[str] | None
-    """Tables (None: all) of which `rows` has every changed row that the rank knows; of others, those it does not hold."""
+    """Tables (None: all) of which `rows` has every changed row that is known; of others, those not held here."""
     rows: dict[str, bytes]
 
 
