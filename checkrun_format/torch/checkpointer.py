@@ -92,6 +92,9 @@ class Checkpointer:
         `extra` counts. All ranks make, save, restore and close at the same steps. Give the model without its wrapper
         (`ddp.module`). For models that are cut over the ranks: `checkrun_format.torch.torchrec`, or the plug-in for
         torch.distributed.checkpoint.
+    keep_memory : bool
+        Keep the memory that `save_async` copies into: as much as the model takes, once a base was saved. A base then
+        stalls training for less time, since touching fresh memory takes longer than the copy.
 
     Raises
     ------
@@ -121,6 +124,7 @@ class Checkpointer:
         on_busy: OnBusy = "wait",
         process_group: dist.ProcessGroup | None = None,
         timeout: dt.timedelta = dt.timedelta(minutes=10),
+        keep_memory: bool = False,
         **options: Any,
     ) -> None:
         self._every = _checked_interval(every, budget)
@@ -131,17 +135,17 @@ class Checkpointer:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
         self._opened = not isinstance(run, Run)
         self.run: Run | ReplicatedRun = _of_ranks(run, options, process_group, timeout)
-        self.tracker = Tracker(found, self._content.optimizers.fields)
+        optimizers = self._content.optimizers.optimizers.values()
+        self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
         if self._has_replicas:  # gradients reach rows that another rank looked up
             self.tracker.take_from_gradients()
         self._optimizer_handles = [
-            optimizer.register_load_state_dict_post_hook(self._optimizer_loaded)
-            for optimizer in self._content.optimizers.optimizers.values()
+            optimizer.register_load_state_dict_post_hook(self._optimizer_loaded) for optimizer in optimizers
         ]
         self.step = 0
         """Steps done so far; of the restored checkpoint, to begin with."""
         self._budget = budget
-        self._copier = Copier()
+        self._copier = Copier(keep=keep_memory)
         self._pending: PendingSave | None = None
         self._taken: dict[str, Taken] = {}
         self._dropped: tuple[str, ...] = ()
@@ -190,7 +194,10 @@ class Checkpointer:
         if rows is ALL:
             self.tracker.tables[table].mark_all("mark() said so")
         else:
-            given = torch.as_tensor(rows)
+            try:
+                given = torch.as_tensor(rows)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InvalidInputError(f"table {table!r}, mark: no row numbers: {error}") from error
             self.tracker.tables[table].mark(given if given.numel() else given.to(torch.int64))
 
     def check(self) -> Inspection:
@@ -292,13 +299,12 @@ class Checkpointer:
             Asked only if there is a save.
         """
         self.step = self._numbered(step) + 1
-        if self._pending is not None and self._pending.done():
-            self._settle("wait")
-        if not self._is_due():
-            return None
-        pending = self.save_async(extra=extra)
-        self._allow_readers()
-        return pending
+        try:
+            if self._pending is not None and self._pending.done():
+                self._settle("wait")
+            return self.save_async(extra=extra) if self._is_due() else None
+        finally:
+            self._allow_readers()  # after a failure, too: whoever goes on must not wait for batches for ever
 
     def _is_due(self) -> bool:
         if isinstance(self._every, dt.timedelta):

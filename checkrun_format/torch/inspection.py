@@ -53,7 +53,9 @@ class Sample:
             if taken[name].whole is None:
                 now = {field: values[rows] for field, values in fields(name).items()}
                 changed = rows[_differing(self._values[name], now)]
-                if bool((~torch.isin(changed, taken[name].rows)).any()):
+                noted = taken[name].rows
+                places = torch.searchsorted(noted, changed).clamp_(max=max(0, len(noted) - 1))
+                if len(changed) and (not len(noted) or bool((noted[places] != changed).any())):
                     found.append(name)
         return found
 

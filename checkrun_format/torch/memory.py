@@ -11,15 +11,22 @@ import torch
 
 _PAGE = 2 << 20
 _ALIGNMENT = 64
+_SPARE_BYTES = 128 << 20
 
 
 class StagingMemory:
     """One piece of memory that the tensors of one save are cut from; on huge pages where the system offers them.
 
-    Of what it has used it keeps as much as the save at hand needs. For a device its memory is pinned.
+    For a device its memory is pinned.
+
+    Parameters
+    ----------
+    keep : bool
+        Keep all that it ever used; else only as much as the save at hand needs, and 128 MiB.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
         self._memory: torch.Tensor | None = None
         self._map: mmap.mmap | None = None
         self._used = 0
@@ -33,8 +40,8 @@ class StagingMemory:
         if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() != (device.type == "cuda"):
             self._memory = self._map = None  # before the new piece is made
             self._memory = self._fresh(math.ceil(size / _PAGE) * _PAGE, device)
-        elif self._map is not None:
-            end = math.ceil(size / _PAGE) * _PAGE
+        elif self._map is not None and not self._keep:
+            end = math.ceil((size + _SPARE_BYTES) / _PAGE) * _PAGE
             if hasattr(mmap, "MADV_DONTNEED") and end < len(self._map):
                 self._map.madvise(mmap.MADV_DONTNEED, end)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -54,7 +55,10 @@ class TouchedRows:
         Whether rows are taken from gradients, too, because lookups were found that no hook sees.
     """
 
-    def __init__(self, found: FoundTable, states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, found: FoundTable, states: Callable[[nn.Parameter], Sequence[torch.Tensor]], *, is_trained: bool
+    ) -> None:
+        self._is_trained = is_trained
         self.name = found.name
         self.parameter = found.parameter
         self.tracking = found.tracking
@@ -79,7 +83,7 @@ class TouchedRows:
         self.bitmap[rows.detach().reshape(-1)] = self._current
 
     def mark(self, rows: torch.Tensor) -> None:
-        """Note that rows changed, or will with the next step.
+        """Note that rows changed, or will with the next step of an optimizer, if there is one.
 
         Raises
         ------
@@ -95,7 +99,11 @@ class TouchedRows:
                 raise InvalidInputError(
                     f"table {self.name!r}, mark: row {wrong} is not in a table of {len(self.bitmap)} rows"
                 )
-            self.touch(rows.to(self.parameter.device))
+            rows = rows.to(self.parameter.device)
+            if self._is_trained:
+                self.touch(rows)
+            else:
+                self.bitmap[rows.reshape(-1)] = _OLDEST
 
     def mark_all(self, reason: str) -> None:
         """Note that any row may have changed."""
@@ -103,6 +111,7 @@ class TouchedRows:
 
     def stepped(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Note an optimizer step over a group that holds the table: what was touched so far has changed by now."""
+        self._is_trained = True
         reason = why_all_rows(optimizer, group)
         if reason is not None:
             self.mark_all(reason)
@@ -120,6 +129,8 @@ class TouchedRows:
         """Look whether gradients reached rows that no hook saw."""
         if self.by_gradient:
             self.touch(reached)
+        elif not reached.numel():
+            return
         elif self.whole is None and bool((self.bitmap[reached] == 0).any()):
             self.by_gradient = True
             self.mark_all("gradients reached rows past the hooks")
@@ -137,7 +148,7 @@ class TouchedRows:
 
     def _versions(self) -> tuple[Any, ...]:
         """What becomes another with each write in place to the table or its state, `.data` and numpy views apart."""
-        tensors = [self.parameter, *self._states(self.parameter).values()]
+        tensors = [self.parameter, *self._states(self.parameter)]
         return tuple((id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors)  # noqa: SLF001 - the only way
 
     def look(self) -> None:
@@ -160,12 +171,10 @@ class TouchedRows:
         self.look()
         reached = gradient_rows(self.parameter)  # as long as a gradient is there, the next step may use it
         self._audit(reached)
-        rows = torch.nonzero(self.bitmap).squeeze(1)
-        waiting = rows[self.bitmap[rows] == self._number]
-        taken = Taken(rows=rows, whole=self.whole)
-        self.bitmap.zero_()
-        self.bitmap[reached] = _OLDEST
-        self.bitmap[waiting] = self._number
+        taken = Taken(rows=_nonzero(self.bitmap), whole=self.whole)
+        _keep_only(self.bitmap, self._number)
+        if reached.numel():
+            self.bitmap[reached] = self.bitmap[reached].clamp_(min=_OLDEST)
         self.whole = self.whole if self.tracking == "all" else None
         return taken
 
@@ -187,6 +196,22 @@ class TouchedRows:
         """Follow the table to another device."""
         self.bitmap = self.bitmap.to(self.parameter.device)
         self._current = self._current.to(self.parameter.device)
+
+
+def _nonzero(bitmap: torch.Tensor) -> torch.Tensor:
+    """Places that are not zero. On the CPU by numpy: it wakes no threads, which cost more than this takes."""
+    if bitmap.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(bitmap.numpy()))
+    return torch.nonzero(bitmap).squeeze(1)
+
+
+def _keep_only(bitmap: torch.Tensor, number: int) -> None:
+    """Set every byte to zero that is not `number`."""
+    if bitmap.device.type == "cpu":
+        values = bitmap.numpy()
+        np.multiply(values, values == number, out=values)
+    else:
+        bitmap.mul_(bitmap == number)
 
 
 def gradient_rows(parameter: nn.Parameter) -> torch.Tensor:
@@ -243,19 +268,26 @@ class Tracker:
     ----------
     found : sequence of FoundTable
     states : callable
-        Gives the row-aligned optimizer state of a parameter, by name.
+        Gives the tensors of the optimizers' state of a parameter.
+    optimizers : optimizers
+        Those that are known; steps of all others are seen, too.
     """
 
     def __init__(
-        self, found: Sequence[FoundTable], states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
+        self,
+        found: Sequence[FoundTable],
+        states: Callable[[nn.Parameter], Sequence[torch.Tensor]] = lambda _: (),
+        optimizers: Iterable[Optimizer] = (),
     ) -> None:
-        self.tables = {table.name: TouchedRows(table, states) for table in found}
+        trained = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        self.tables = {t.name: TouchedRows(t, states, is_trained=t.parameter in trained) for t in found}
         self._of = {table.parameter: self.tables[table.name] for table in found}
         self._handles: list[Any] = []
         self._groups: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[tuple[int, TouchedRows]]]] = (
             weakref.WeakKeyDictionary()
         )
         self._hook_modules(found)
+        weakref.finalize(self, _remove, self._handles)
         this = weakref.ref(self)  # hooks on all optimizers of the process must not keep a model alive
         self._handles += [
             register_optimizer_step_pre_hook(lambda optimizer, *_: _call(this, Tracker._before_step, optimizer)),
@@ -276,9 +308,7 @@ class Tracker:
 
     def close(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
 
     def take(self) -> dict[str, Taken]:
         """Take what changed since the last snapshot, by table."""
@@ -323,6 +353,11 @@ class Tracker:
     def _after_step(self, optimizer: Optimizer) -> None:
         for place, table in self._held(optimizer):
             table.stepped(optimizer, optimizer.param_groups[place])
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _call(tracker: weakref.ref[Tracker], method: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:

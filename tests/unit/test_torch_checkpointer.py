@@ -22,6 +22,7 @@ from checkrun_format.stores import Buffer, LocalStore
 from checkrun_format.torch import (
     Checkpointer,
     PendingSave,
+    ReaderBudget,
     SaveCancelledError,
     capture_rng,
     register_optimizer,
@@ -302,6 +303,22 @@ class TestRestoring:
             assert not others[0].state[grown.user.weight]["exp_avg"][300:].any()
             saved = checkpointer.save(3)
             assert np.array_equal(saved.table("user.weight").read()["weight"], grown.user.weight.detach().numpy())
+
+    def test_state_of_parameters_that_have_another_shape_stays(self, tmp_path: Path) -> None:
+        model, optimizers = made("adam")
+        with Checkpointer(tmp_path, model, optimizers, durable=False) as checkpointer:
+            train(model, optimizers, range(2))
+            checkpointer.save(2)
+        other = Model(3, sparse=False)
+        other.item = nn.Embedding(200, 5)
+        other.top[0] = nn.Linear(13, 6)
+        others = MAKERS["adam"][1](other)
+        with Checkpointer(tmp_path, other, others, durable=False) as checkpointer:
+            assert checkpointer.restore(strict=False) is not None
+            train(other, others, range(2, 4))
+            assert others[0].state[other.item.weight]["exp_avg"].shape == (200, 5)
+            saved = checkpointer.save(4)
+            assert np.array_equal(saved.table("item.weight").read()["weight"], other.item.weight.detach().numpy())
 
     def test_another_optimizer_is_refused(self, tmp_path: Path) -> None:
         model, optimizers = made("sgd")
@@ -627,6 +644,19 @@ class TestInTheBackground:
         assert saved.table("user.weight").storage == "changed"
         setting.assert_stored(saved.sequence, setting.state())
         setting.checkpointer.close()
+
+    def test_readers_go_on_after_a_failure(self, tmp_path: Path) -> None:
+        budget = ReaderBudget()
+        setting = Setting(tmp_path, every=2, budget=budget)
+        setting.store.fails = True
+        setting.checkpointer.step_done(1)
+        assert setting.checkpointer._pending is not None
+        setting.checkpointer._pending.wait(30)
+        with pytest.raises(StorageError):
+            setting.checkpointer.step_done(3)
+        assert budget.allowed == 6
+        setting.store.fails = False
+        assert setting.checkpointer.save(4).sequence == 1
 
     def test_a_failure_that_was_seen_is_not_raised_again(self, setting: Setting) -> None:
         setting.store.fails = True

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # tor
 
 
 def tracker_of(model: nn.Module, tables: Tables = None, optimizer: torch.optim.Optimizer | None = None) -> Tracker:
-    def states(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def states(parameter: nn.Parameter) -> list[torch.Tensor]:
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
-        return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape[:1] == (ROWS,)}
+        return [value for value in state.values() if torch.is_tensor(value)]
 
     return Tracker(find_tables(model, tables), states)
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import distributed as dist
 
+from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckrunError, InvalidInputError
 from checkrun_format.run import Run, open_run
@@ -159,7 +160,9 @@ class ReplicatedRun:
             low, high = mine[name] = row_slice(source.rows, holders.index(self._rank), len(holders))
             ids = agreed.choices[name].within(low, high)
             count = high - low if ids is None else ids.size
-            wanted[name] = Stored(rows=slice(low, high) if ids is None else ids, count=count, fields=())
+            # Asked for as they are: the writer of this rank quantizes them.
+            fields = [FieldPlan(name=f.name, dtype=f.dtype, columns=f.columns) for f in source.fields]
+            wanted[name] = Stored(rows=slice(low, high) if ids is None else ids, count=count, fields=fields)
         if stage is not None:
             values = stage(wanted)
         else:
