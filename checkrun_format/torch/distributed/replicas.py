@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 from torch import distributed as dist
 
+from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckrunError, InvalidInputError
@@ -163,12 +165,13 @@ class ReplicatedRun:
             # Asked for as they are: the writer of this rank quantizes them.
             fields = [FieldPlan(name=f.name, dtype=f.dtype, columns=f.columns) for f in source.fields]
             wanted[name] = Stored(rows=slice(low, high) if ids is None else ids, count=count, fields=fields)
+        wanted = {name: what for name, what in wanted.items() if what.count}
         if stage is not None:
             values = stage(wanted)
         else:
             values = {name: sources[name].fetch(what.rows) for name, what in wanted.items()}
         return [
-            _cut(shard, mine[name], values[name][shard.field])
+            _cut(shard, mine[name], values[name][shard.field] if name in values else _no_rows(shard))
             for name, source in sources.items()
             for shard in _whole(source)
         ]
@@ -193,6 +196,10 @@ def _whole(source: TableSource) -> list[Shard]:
         )
         for field in source.fields
     ]
+
+
+def _no_rows(shard: Shard) -> np.ndarray[Any, Any]:
+    return np.zeros((0,) if shard.width is None else (0, shard.width), dtypes.logical(shard.dtype))
 
 
 def _cut(shard: Shard, rows: tuple[int, int], values: Any) -> Shard:
