@@ -1,6 +1,6 @@
 """What saving costs the training: stall, throughput beside a save, memory, and the cost of noting rows.
 
-    python benchmarks/bench_stall.py [--quick] [--folder DIR] [--no-results]
+    python benchmarks/bench_stall.py [--mib 1024] [--quick] [--folder DIR] [--no-results]
 
 One state of float32: an embedding table of 64 columns, and one sum for each row. 26 % of its rows change between two
 saves. Stall is the time until training may go on: until `Checkpointer.save_async` returns, and until `async_save` of
@@ -255,16 +255,17 @@ def page(told: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--no-results", action="store_true")
     options = parser.parse_args()
-    rows = (1 << (18 if options.quick else 22)) * 16 // 17
+    rows = (64 if options.quick else options.mib) * 2**20 // (4 * (COLUMNS + 1))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         told = {
             "machine": measure.machine(["torch", "numpy", "zarr"]),
-            "noting": noting(8, 1 << 18 if options.quick else 1 << 20, 2048, 5 if options.quick else 20),
+            "noting": noting(8, 1 << 18, 2048, 5 if options.quick else 10),
             "stall": stalls(Path(folder), rows, 2 if options.quick else 5),
             "throughput": throughput(Path(folder), rows),
         }

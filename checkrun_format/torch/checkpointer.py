@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import logging
 import os
@@ -238,8 +239,8 @@ class Checkpointer:
         """
         self._settle("wait")
         state, number = self._state(extra, copy=None), self._numbered(step)
-        self._take(state)
         try:
+            self._take(state)
             checkpoint = self.run.save(state, step=number, dropped=self._dropped)
         except BaseException:
             self._put_back()
@@ -272,19 +273,20 @@ class Checkpointer:
         if not self._settle(_checked_on_busy(on_busy or self._on_busy)):
             return None
         state, number = self._state(extra, copy=self._copier), self._numbered(step)
-        self._take(state)
 
         def save(stage: Stage, check: Callable[[], None]) -> Checkpoint:
             return self.run.save(state, step=number, dropped=self._dropped, stage=stage, check=check)
 
         pending = PendingSave(number, save, lambda stored: self._copier.rows(stored, self._content.fields))
         try:
+            self._take(state)
+            self._pending = pending
             pending.start()
         except BaseException:
             pending.wait()
             self._put_back()
+            self._pending = None
             raise
-        self._pending = pending
         self._saved_at = time.monotonic()
         return pending
 
@@ -351,11 +353,12 @@ class Checkpointer:
 
     def _take(self, state: State) -> None:
         """Take what changed since the last save, and tell the state."""
-        self._taken = self.tracker.take()
+        self._taken = self.tracker.changed()
+        self.tracker.clear(self._taken)  # whatever interrupts this: all of it is put back
         if self._sample is not None:
             for name in self._sample.missed(self._taken, self._content.fields):
                 reason = "a sample of its rows changed without being noted; Checkpointer.check() tells more"
-                self._taken[name] = Taken(rows=self._taken[name].rows, whole=reason)
+                self._taken[name] = dataclasses.replace(self._taken[name], whole=reason)
             self._sample, self._sampled = None, True
         elif not self._sampled:
             self._sample = Sample(self.tracker.tables, self._content.fields)
@@ -400,13 +403,13 @@ class Checkpointer:
         if on_busy == "cancel":
             pending.cancel()
         pending.wait()
-        self._pending = None
         failure = pending.failure()
         if failure is None:
             self._saved()
-            return True
-        self._put_back()
-        if not pending.reported and not isinstance(failure, SaveCancelledError):
+        else:
+            self._put_back()
+        self._pending = None
+        if failure is not None and not pending.reported and not isinstance(failure, SaveCancelledError):
             failure.add_note(f"in the save of step {pending.step}, which went on in the background")
             raise failure
         return True
@@ -467,8 +470,7 @@ class Checkpointer:
         chosen = self._chosen(checkpoint, missing_ok=missing_ok, fallback=fallback)
         if chosen is None:
             return None
-        told = chosen.extra if isinstance(chosen.extra, dict) else {}
-        document = told.get("torch", {})
+        extra, document = _taken_apart(chosen.extra)
         fit = self._content.fit(chosen, document)
         if strict and fit.problems:
             raise InvalidInputError(
@@ -480,7 +482,6 @@ class Checkpointer:
         state = self.run.restore(chosen, tables=list(out.tables), out=out)
         self._content.finish(state, document)
         self._go_on_from(chosen, fit.partial)
-        extra = told.get("extra") if "torch" in told else chosen.extra
         return Restored(checkpoint=chosen, step=chosen.step, extra=extra, problems=fit.problems)
 
     def _chosen(self, checkpoint: int | Checkpoint | None, *, missing_ok: bool, fallback: bool) -> Checkpoint | None:
@@ -519,6 +520,13 @@ def _of_ranks(
 
         return ReplicatedRun(run, options, process_group, timeout)
     return run if isinstance(run, Run) else open_run(run, "a", **options)
+
+
+def _taken_apart(extra: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What the trainer gave as `extra`, and the document beside it; none in a checkpoint of somebody else."""
+    if isinstance(extra, dict) and isinstance(extra.get("torch"), dict) and "optimizers" in extra["torch"]:
+        return extra.get("extra"), extra["torch"]
+    return extra, {}
 
 
 def _asked_for(fields: Mapping[str, torch.Tensor]) -> Table:

@@ -35,11 +35,12 @@ class Taken:
     """What a snapshot took of a table's records.
 
     `rows` are the touched rows, ascending, int64 on the table's device; `whole` says why any row may have changed, None
-    if only those did.
+    if only those did. `reached` are rows that have a gradient.
     """
 
     rows: torch.Tensor
     whole: str | None
+    reached: torch.Tensor
 
 
 class TouchedRows:
@@ -80,7 +81,10 @@ class TouchedRows:
             self._move()
         if rows.is_nested:
             rows = rows.values()
-        self.bitmap[rows.detach().reshape(-1)] = self._current
+        rows = rows.detach().reshape(-1)
+        if rows.device != self.bitmap.device:  # of a replica
+            rows = rows.to(self.bitmap.device)
+        self.bitmap[rows] = self._current
 
     def mark(self, rows: torch.Tensor) -> None:
         """Note that rows changed, or will with the next step of an optimizer, if there is one.
@@ -164,19 +168,21 @@ class TouchedRows:
 
     # Snapshots --------------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken:
-        """Take what changed since the last snapshot; rows whose change is yet to come stay set."""
+    def changed(self) -> Taken:
+        """What changed since the last snapshot."""
         if self.bitmap.device != self.parameter.device:
             self._move()
         self.look()
-        reached = gradient_rows(self.parameter)  # as long as a gradient is there, the next step may use it
+        reached = gradient_rows(self.parameter)
         self._audit(reached)
-        taken = Taken(rows=_nonzero(self.bitmap), whole=self.whole)
+        return Taken(rows=_nonzero(self.bitmap), whole=self.whole, reached=reached)
+
+    def clear(self, taken: Taken) -> None:
+        """Forget what a snapshot took, apart from rows whose change is yet to come."""
         _keep_only(self.bitmap, self._number)
-        if reached.numel():
-            self.bitmap[reached] = self.bitmap[reached].clamp_(min=_OLDEST)
+        if taken.reached.numel():  # as long as a gradient is there, the next step may use it
+            self.bitmap[taken.reached] = self.bitmap[taken.reached].clamp_(min=_OLDEST)
         self.whole = self.whole if self.tracking == "all" else None
-        return taken
 
     def put_back(self, taken: Taken) -> None:
         """Put back what a snapshot took that was not saved."""
@@ -253,6 +259,8 @@ class Hook:
         lookups = self.lookups
         if lookups is None or not (torch.is_grad_enabled() or lookups.renormalizes):
             return
+        if torch.compiler.is_exporting():
+            return  # what is made there is another model, without hooks
         for local, rows in lookups.rows(arguments, named).items():
             table = self.tables.get(local)
             if table is not None and (table.parameter.requires_grad or lookups.renormalizes):
@@ -310,9 +318,14 @@ class Tracker:
         """Take all hooks off."""
         _remove(self._handles)
 
-    def take(self) -> dict[str, Taken]:
-        """Take what changed since the last snapshot, by table."""
-        return {name: table.take() for name, table in self.tables.items()}
+    def changed(self) -> dict[str, Taken]:
+        """What changed since the last snapshot, by table."""
+        return {name: table.changed() for name, table in self.tables.items()}
+
+    def clear(self, taken: Mapping[str, Taken]) -> None:
+        """Forget what a snapshot took, apart from rows whose change is yet to come."""
+        for name, some in taken.items():
+            self.tables[name].clear(some)
 
     def put_back(self, taken: Mapping[str, Taken]) -> None:
         """Put back what was not saved."""

@@ -7,7 +7,7 @@ import datetime as dt
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # torch's own, of Adagrad
     pytest.mark.filterwarnings("ignore:stored full"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer than these small tensors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -557,6 +566,13 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(tmp_path)
 
 
+OWNERS = {
+    "tracker.clear": "tracker.Tracker.clear",
+    "run.save": "checkpointer.Run.save",
+    "_warn": "checkpointer.Checkpointer._warn",
+}
+
+
 class TestInTheBackground:
     def test_whatever_changes_after_staging_is_not_stored(self, setting: Setting) -> None:
         """Tensor by tensor: each is overwritten while nothing has been stored yet."""
@@ -693,6 +709,29 @@ class TestInTheBackground:
         monkeypatch.undo()
         assert setting.begin(1).result(30).sequence == 2
         setting.assert_stored(2, setting.state())
+
+    @pytest.mark.parametrize(
+        "place", ["tracker.Tracker.clear", "checkpointer.Run.save", "checkpointer.Checkpointer._warn"]
+    )
+    @pytest.mark.parametrize("background", [False, True])
+    def test_an_interrupt_loses_nothing(
+        self, setting: Setting, monkeypatch: pytest.MonkeyPatch, place: str, background: bool
+    ) -> None:
+        def interrupted(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        setting.begin(0).result(30)
+        setting.train(1)
+        save = setting.checkpointer.save_async if background else setting.checkpointer.save
+        with monkeypatch.context() as patch:
+            patch.setattr(f"checkrun_format.torch.{place}", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                save(1)
+        for optimizer in setting.optimizers:
+            optimizer.zero_grad()
+        saved = setting.checkpointer.save(1)
+        assert saved.table("user.weight").storage == "changed"
+        setting.assert_stored(saved.sequence, setting.state())
 
     def test_staging_memory_is_used_again(self, setting: Setting) -> None:
         addresses = set()
