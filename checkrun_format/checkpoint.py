@@ -18,8 +18,9 @@ from checkrun_format.manifest import Commit, Field
 from checkrun_format.placement import Placement
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, fill, live_keys
-from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
+from checkrun_format.rows import Ids, RowSet, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
 from checkrun_format.state import ArrayLike, State, Table
+from checkrun_format.tracking import stored_by
 from checkrun_format.workers import Budget, Workers
 
 if TYPE_CHECKING:
@@ -456,6 +457,23 @@ class Checkpoint:
                 f"out tensor {name!r}: {target.dtype} {target.shape} where {entry.dtype} {shape} is read"
             )
         return target
+
+    def stored_since(self, parent: int | None, table: str) -> Ids | None:
+        """The rows of a dense table that the layers from this one down to, but without, `parent` store.
+
+        None if one of them may hold any row: it stores the table full, or lacks it.
+        """
+        rows = RowSet()
+        for layer in self._history.chain(self._stored):
+            if layer.commit.sequence == parent:
+                break
+            if not layer.has(table):
+                return None
+            touched = stored_by(layer, table)
+            if touched.everything or not isinstance(touched.rows, RowSet):
+                return None
+            rows.update(touched.rows)
+        return rows.ids()
 
     def changes_since(
         self, other: int | Checkpoint, *, raw: bool = False, max_bytes: int = 64 << 20

@@ -15,6 +15,7 @@ CheckrunError
 ├── UnsupportedFeatureError  unsupported_feature
 ├── ConcurrentCommitError    concurrent_commit
 ├── HistoryPrunedError       history_pruned
+├── RankError                rank_failed
 └── StorageError             storage              (also an OSError)
 """
 
@@ -125,6 +126,19 @@ class HistoryPrunedError(CheckrunError):
     """What changed cannot be told: a checkpoint on the way was pruned."""
 
     kind = "history_pruned"
+
+
+class RankError(CheckrunError):
+    """Another rank of the same save or restore failed, or did not answer in time; nothing was committed.
+
+    Attributes
+    ----------
+    missing : tuple of int
+        The ranks that did not answer.
+    """
+
+    kind = "rank_failed"
+    missing: tuple[int, ...] = ()
 
 
 class StorageError(CheckrunError, OSError):

@@ -152,6 +152,11 @@ class Run:
         """Where the run is."""
         return self._store.url
 
+    @property
+    def mode(self) -> str:
+        """How it was opened: "r" or "a"."""
+        return self._mode
+
     def __getitem__(self, sequence: int) -> Checkpoint:
         """The checkpoint of a number; reads its commit and its manifest, which must agree (OPN-1).
 
@@ -398,6 +403,15 @@ class Run:
             )
             saver.ledger.restored_from(chosen.sequence)
             return state
+
+    def restored_from(self, checkpoint: int | Checkpoint) -> None:
+        """Make a checkpoint the origin of the next save, as `restore` does, after the state was read by other means.
+
+        As several ranks do it, each of which reads its own rows. Counts as a restore.
+        """
+        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
+        with self._saver.lock:
+            self._saver.ledger.restored_from(self[sequence].sequence)
 
     def continue_from(
         self, checkpoint: int | Checkpoint, *, settled: Mapping[str, Sequence[FieldPlan]] | None = None

@@ -48,6 +48,7 @@ from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
 from checkrun_format.rows import Ids, RowSet, Selection
 from checkrun_format.staging import (
+    Outlook,
     Save,
     Token,
     check_coverage,
@@ -59,7 +60,9 @@ from checkrun_format.staging import (
 )
 from checkrun_format.state import (
     ALL,
+    INHERIT,
     ArrayLike,
+    FieldSpec,
     Inherit,
     State,
     TableSource,
@@ -539,18 +542,18 @@ class Saver:
         token = self._token(claim, count, below)
         group_bytes = open_attempt(self._store, claim)
 
-        def finish(part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any) -> Any:
+        def finish(*given: Any) -> Any:
             with self.lock, self._losing(claim):
-                return commit_staged(part_lists, unchanged, dropped, extra)
+                return commit_staged(*given)
 
         def commit_staged(
-            part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any
+            part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any, step: object
         ) -> Any:
             self._check_still_next(claim)
             named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
             entries = self._staged_entries(part_lists, below, *named)
             content = Content(
-                step=number,
+                step=number if step is None else checked_step(step),
                 tables=entries,
                 policy=decided.note,
                 parent=below,
@@ -574,7 +577,23 @@ class Saver:
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
             return finished(committed)
 
-        return Save(self._store, token, finish)
+        return Save(self._store, token, finish, lambda entry: self._outlook(entry, below))
+
+    def _outlook(self, entry: TableEntry, below: StoredCheckpoint | None) -> Outlook:
+        """How a save over `below` may store a table of which only some rows changed."""
+        before = {other.name: other for other in self.ledger.latest_tables()}.get(entry.name)
+        specs = [FieldSpec(name=f.name, dtype=f.dtype, columns=f.columns) for f in entry.fields]
+        restores = self.ledger.restores()
+        raw = all(self._options.rule.for_field(entry.name, INHERIT, spec, restores) is None for spec in specs)
+        continues = raw and entry.name not in self.ledger.lossy and bool(self.ledger.continuing([entry]))
+        continues = continues and before is not None and same_kind(entry, before)
+        known = 0 if before is None else before.rows or 0
+        try:
+            self._check_increment(entry, below, before)
+            self._needed(entry, below)
+        except InvalidInputError:
+            return Outlook(storage="full", continues=continues, known_rows=known)
+        return Outlook(storage="changed", continues=continues, known_rows=known)
 
     def _token(self, claim: Claim, writers: int, below: StoredCheckpoint | None) -> Token:
         expected = self._options.rule.expected_restores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -373,14 +374,28 @@ def join_save(token: Token, url: str | None = None) -> JoinedSave:
 
 
 Committer = Callable[..., "Checkpoint"]
+Judge = Callable[[TableEntry], "Outlook"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """How a save may store a table."""
+
+    storage: str
+    """`changed` where that is legal, else `full`."""
+    continues: bool
+    """Whether rows that are stored and did not change since the predecessor keep their bits: they are not recent."""
+    known_rows: int
+    """Rows of the table in the predecessor; those from here on are new."""
 
 
 class Save:
     """A save by several writers, as its coordinator sees it; from `Run.begin`."""
 
-    def __init__(self, store: Store, token: Token, committer: Committer) -> None:
+    def __init__(self, store: Store, token: Token, committer: Committer, judge: Judge) -> None:
         self._store = store
         self._committer = committer
+        self._judge = judge
         self.token = token
 
     def __enter__(self) -> Self:
@@ -400,6 +415,17 @@ class Save:
         """Writer number `rank` in this process."""
         return StagedWriter(self._store, self.token, rank)
 
+    def outlook(self, table: str, *, rows: int, fields: Mapping[str, tuple[str, int | None]]) -> Outlook:
+        """How a dense table of so many rows and these fields, name to (dtype, columns), may be stored."""
+        told = [
+            Field(name=name, dtype=dtype, columns=columns, encoder=None) for name, (dtype, columns) in fields.items()
+        ]
+        return self._judge(
+            TableEntry(
+                name=table, requires=[], addressing="dense", key_dtype=None, rows=rows, storage="changed", fields=told
+            )
+        )
+
     def commit(
         self,
         part_lists: Sequence[Mapping[str, Any]],
@@ -407,6 +433,7 @@ class Save:
         unchanged: Sequence[str] = (),
         dropped: Sequence[str] = (),
         extra: Any = None,
+        step: int | None = None,
     ) -> Checkpoint:
         """Commit, after every writer has finished.
 
@@ -418,6 +445,8 @@ class Save:
             Tables of the parent of which no row changed.
         dropped : names
             Tables of the predecessor that are gone.
+        step : int, optional
+            In place of the one that the save began with.
 
         Raises
         ------
@@ -428,7 +457,7 @@ class Save:
         ConcurrentCommitError
             Another process committed this number.
         """
-        return self._committer(parsed_part_lists(part_lists, self.token), unchanged, dropped, extra)
+        return self._committer(parsed_part_lists(part_lists, self.token), unchanged, dropped, extra, step)
 
 
 def parsed_part_lists(part_lists: Sequence[Mapping[str, Any]], token: Token) -> list[PartList]:

@@ -26,6 +26,7 @@ _CODE_OF: dict[type[errors.CheckrunError], int] = {
     errors.UnsupportedVersionError: UNSUPPORTED,
     errors.UnsupportedFeatureError: UNSUPPORTED,
     errors.ConcurrentCommitError: STORAGE,
+    errors.RankError: STORAGE,
     errors.StorageError: STORAGE,
 }
 

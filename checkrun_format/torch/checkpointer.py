@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from checkrun_format.checkpoint import Checkpoint
@@ -29,6 +30,9 @@ from checkrun_format.torch.pending import PendingSave, SaveCancelledError
 from checkrun_format.torch.readers import ReaderBudget
 from checkrun_format.torch.snapshot import Copier
 from checkrun_format.torch.tracker import Taken, Tracker
+
+if TYPE_CHECKING:
+    from checkrun_format.torch.distributed.replicas import ReplicatedRun
 
 OnBusy: TypeAlias = Literal["wait", "skip", "cancel"]
 
@@ -83,6 +87,12 @@ class Checkpointer:
     on_busy : "wait", "skip" or "cancel"
         What `save_async` does while an earlier save goes on: wait for it, do without this one (rows stay noted), or
         give that one up.
+    process_group, timeout
+        Where torch.distributed is initialized: the ranks that train replicas of the model, and how long one waits for
+        another. Each stores some of the rows, rows that any of them saw change are stored, rank 0 commits, and its
+        `extra` counts. All ranks make, save, restore and close at the same steps. Give the model without its wrapper
+        (`ddp.module`). For models that are cut over the ranks: `checkrun_format.torch.torchrec`, or the plug-in for
+        torch.distributed.checkpoint.
     keep_memory : bool
         Keep the memory that `save_async` copies into: as much as the model takes, once a base was saved. A base then
         stalls training for less time, since touching fresh memory takes longer than the copy.
@@ -113,6 +123,8 @@ class Checkpointer:
         stateful: Mapping[str, Stateful] | None = None,
         budget: ReaderBudget | None = None,
         on_busy: OnBusy = "wait",
+        process_group: dist.ProcessGroup | None = None,
+        timeout: dt.timedelta = dt.timedelta(minutes=10),
         keep_memory: bool = False,
         **options: Any,
     ) -> None:
@@ -123,9 +135,11 @@ class Checkpointer:
         if isinstance(run, Run) and options:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
         self._opened = not isinstance(run, Run)
-        self.run: Run = run if isinstance(run, Run) else open_run(run, "a", **options)
+        self.run: Run | ReplicatedRun = _of_ranks(run, options, process_group, timeout)
         optimizers = self._content.optimizers.optimizers.values()
         self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
+        if self._has_replicas:  # gradients reach rows that another rank looked up
+            self.tracker.take_from_gradients()
         self._optimizer_handles = [
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded) for optimizer in optimizers
         ]
@@ -296,8 +310,16 @@ class Checkpointer:
 
     def _is_due(self) -> bool:
         if isinstance(self._every, dt.timedelta):
-            return time.monotonic() - self._saved_at >= self._every.total_seconds()
+            return self._agreed(time.monotonic() - self._saved_at >= self._every.total_seconds())
         return self._every is not None and self.step % self._every == 0
+
+    @property
+    def _has_replicas(self) -> bool:
+        return not isinstance(self.run, Run)
+
+    def _agreed(self, decision: object) -> bool:
+        """What all ranks decide: rank 0's decision."""
+        return bool(decision if isinstance(self.run, Run) else self.run.agreed(decision))
 
     @property
     def until_save(self) -> int | None:
@@ -376,7 +398,7 @@ class Checkpointer:
         pending = self._pending
         if pending is None:
             return True
-        if not pending.done() and on_busy == "skip":
+        if on_busy == "skip" and not self._agreed(pending.done()):
             return False
         if on_busy == "cancel":
             pending.cancel()
@@ -485,6 +507,19 @@ class Checkpointer:
         self.step = checkpoint.step or 0
         self._saved_at = time.monotonic()
         self._allow_readers()
+
+
+def _of_ranks(
+    run: Run | str | os.PathLike[str],
+    options: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+    timeout: dt.timedelta,
+) -> Run | ReplicatedRun:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
+        from checkrun_format.torch.distributed.replicas import ReplicatedRun
+
+        return ReplicatedRun(run, options, process_group, timeout)
+    return run if isinstance(run, Run) else open_run(run, "a", **options)
 
 
 def _taken_apart(extra: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -332,6 +332,11 @@ class Tracker:
         for name, some in taken.items():
             self.tables[name].put_back(some)
 
+    def take_from_gradients(self) -> None:
+        """Note rows that gradients reach, too: with replicas they come from other ranks' lookups as well."""
+        for table in self.tables.values():
+            table.by_gradient = True
+
     def mark_all(self, parameters: Iterable[nn.Parameter], reason: str) -> None:
         """Note that any row of the tables among these may have changed."""
         for table in self._tables_of(parameters):

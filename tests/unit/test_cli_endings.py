@@ -52,7 +52,7 @@ def test_every_kind_of_error_has_a_code() -> None:
         **dict.fromkeys(("not_found", "run_not_found", "not_a_run", "checkpoint_not_found"), 3),
         **dict.fromkeys(("table_not_found", "row_not_found", "pruned", "burnt", "history_pruned"), 3),
         **dict.fromkeys(("unsupported_version", "unsupported_feature"), 4),
-        **dict.fromkeys(("concurrent_commit", "storage"), 5),
+        **dict.fromkeys(("concurrent_commit", "rank_failed", "storage"), 5),
     }
     explained = {int(code) for code in re.findall(r"^ +(\d+)  ", CODES, re.MULTILINE)}
     assert explained == {0, 130, 141, *codes.values()}

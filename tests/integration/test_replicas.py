@@ -1,0 +1,74 @@
+"""`Checkpointer` under a process group: replicas in real processes, each of which stores some of the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkrun_format as crf
+from checkrun_format.torch import Checkpointer
+from tests.conformance.agreement import assert_agreement, runs_below
+from tests.integration.ranks import Told, run_group
+from tests.integration.replica_scenarios import Model
+
+WORLD = 3
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> Told:
+    return run_group("replica_scenarios.py", folder, WORLD)
+
+
+def the_same(values: list[Any]) -> Any:
+    """What all ranks say."""
+    assert [values[0]] * len(values) == values
+    return values[0]
+
+
+def test_replicas_save_and_go_on_as_one(told: Told) -> None:
+    """A step touches a row of its own and one for each rank; those of the latest may still change, and come again."""
+    found = the_same(told["replicas"])
+    assert found["blocks"] == ["block-0-0", "block-1-0", "block-2-0"]
+    assert found["same"] == [True, True]
+    assert found["changes"] == [2, 3, 4, 5, 12, 13, 14, 15, 22, 23, 24, 25, 32, 33, 34, 35]
+    assert found["rows"] == [50, 12, 16, 4]
+    assert found["extra"] == {"of": 0}
+    assert found["restored"] == [6, True]
+    assert found["resumed"]
+    assert found["restores"] == 1
+
+
+def test_ranks_decide_as_one(told: Told) -> None:
+    for rank in told["busy"]:
+        assert (rank["saved"], rank["agreed"], rank["cancelled"], rank["right"]) == (True, True, True, True)
+
+
+def test_one_process_restores_what_three_saved(told: Told, folder: Path) -> None:
+    assert told
+    model = Model(9)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with Checkpointer(folder / "replicas/run", model, optimizer) as checkpointer:
+        restored = checkpointer.restore()
+    assert restored is not None
+    assert restored.step == 7
+    latest = crf.open_run(folder / "replicas/run").latest()
+    assert np.array_equal(latest.table("user.weight").read()["weight"], model.user.weight.detach().numpy())
+
+
+def test_the_second_reader_agrees(told: Told, folder: Path) -> None:
+    assert told
+    assert len(runs_below(folder)) == 2
+    for run in runs_below(folder):
+        assert [p for p in crf.open_run(run).verify() if p.kind != "litter"] == []
+        assert_agreement(run)
