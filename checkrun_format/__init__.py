@@ -12,11 +12,14 @@ from checkrun_format import policy, quantize
 from checkrun_format.changes import Changes, StoredField
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
     BurntError,
     BurntNumberWarning,
     CheckpointNotFoundError,
     CheckrunError,
     ConcurrentCommitError,
+    CredentialsError,
     DamagedError,
     FallbackWarning,
     HistoryPrunedError,
@@ -46,7 +49,9 @@ __all__ = [
     "ALL",
     "FORMAT_VERSION",
     "INHERIT",
+    "AccessDeniedError",
     "Audit",
+    "BucketNotFoundError",
     "BurntError",
     "BurntNumberWarning",
     "Changes",
@@ -54,6 +59,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckrunError",
     "ConcurrentCommitError",
+    "CredentialsError",
     "DamagedError",
     "Decision",
     "Failures",

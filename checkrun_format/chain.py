@@ -66,7 +66,14 @@ class History:
     def occupant(self, sequence: int) -> Commit | Pruned | Burnt | None:
         """What occupies a number, None if it is free (COM-2); errors as of `parse_occupant`."""
         data = self.store.get(layout.commit_key(sequence))
-        return None if data is None else manifest.parse_occupant(data, sequence)
+        if data is None:
+            return None
+        occupant = manifest.parse_occupant(data, sequence)
+        if isinstance(occupant, Commit):
+            with self._lock:
+                if sequence not in self._checkpoints:
+                    self._keep(sequence, occupant, data)
+        return occupant
 
     def head(self) -> int:
         """The highest occupied number, 0 in an empty run."""
@@ -110,11 +117,14 @@ class History:
         CheckpointNotFoundError, PrunedError, BurntError, DamagedError
         """
         with self._lock:
-            if sequence not in self._checkpoints:
-                self._checkpoints[sequence] = self._read(sequence)
-                if len(self._checkpoints) > _KEPT:
-                    self._checkpoints.popitem(last=False)
-            return self._checkpoints[sequence]
+            return self._checkpoints.get(sequence) or self._read(sequence)
+
+    def _keep(self, sequence: int, commit: Commit, data: bytes) -> StoredCheckpoint:
+        stored = StoredCheckpoint(self.store, self._chunks, commit, manifest.commit_object(data))
+        self._checkpoints[sequence] = stored
+        if len(self._checkpoints) > _KEPT:
+            self._checkpoints.popitem(last=False)
+        return stored
 
     def forget(self, sequence: int) -> None:
         """Keep no more what was read of a checkpoint: it has been pruned."""
@@ -131,7 +141,7 @@ class History:
             raise PrunedError(f"checkpoint {sequence} was pruned")
         if isinstance(occupant, Burnt):
             raise BurntError(f"{key} is no commit: number {sequence} was burnt by a write that did not finish")
-        return StoredCheckpoint(self.store, self._chunks, occupant, manifest.commit_object(data))
+        return self._keep(sequence, occupant, data)
 
     def commits(self) -> Iterator[Commit]:
         """The commits from the lowest number to the highest; reads nothing else."""

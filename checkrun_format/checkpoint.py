@@ -162,7 +162,7 @@ class TableView:
         if layers and self._workers is not None:
             fill(layers, wanted, arrays, cut, self._workers)
         elif layers:
-            with Workers(self._history.store.parallel) as workers:
+            with Workers.of(self._history.store) as workers:
                 fill(layers, wanted, arrays, cut, workers)
         return arrays
 
@@ -328,7 +328,7 @@ class Checkpoint:
             raise InvalidInputError(f"tables={tables!r}: give a list of names")
         names = self.tables if tables is None else list(tables)
         given = out or State()
-        with Workers(self._history.store.parallel) as workers:
+        with Workers.of(self._history.store) as workers:
             return State(
                 tables={name: self._load_table(name, given.tables.get(name), workers) for name in names},
                 tensors={name: self._load_tensor(name, given.tensors.get(name), workers) for name in self.tensors},
@@ -387,10 +387,6 @@ class Checkpoint:
     def zarr(self) -> zarr.Group:
         """The checkpoint's arrays as a read-only Zarr group, exactly as they are stored."""
         import zarr
-        from zarr.storage import LocalStore
 
-        from checkrun_format.stores import LocalStore as OurLocalStore
-
-        assert isinstance(self._history.store, OurLocalStore)
-        path = f"{self._history.store.root}/{self._stored.prefix}"
-        return zarr.open_group(LocalStore(path, read_only=True), mode="r", zarr_format=3, use_consolidated=False)
+        store = self._history.store.zarr_store(self._stored.prefix)
+        return zarr.open_group(store, mode="r", zarr_format=3, use_consolidated=False)

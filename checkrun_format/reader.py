@@ -200,7 +200,7 @@ class StoredCheckpoint:
         """A dense tensor, as a new array."""
         entry = self.tensor_entry(name)
         out = np.empty(entry.shape, dtypes.logical(entry.dtype))
-        with Workers(self.store.parallel) as workers:
+        with Workers.of(self.store) as workers:
             self.read_tensor(entry, out, workers)
         return out
 
@@ -216,7 +216,7 @@ class StoredCheckpoint:
         """The bytes of a blob."""
         out = np.empty(span.bytes, np.uint8)
         if span.bytes:
-            with Workers(self.store.parallel) as workers:
+            with Workers.of(self.store) as workers:
                 self._read_dense(span.writer, "blob", span.offset, out, workers)
         return out.tobytes()
 

@@ -57,13 +57,15 @@ def open_run(
     durable: bool = True,
     takeover: bool = False,
     keep: Keep | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    single_writer: bool | None = None,
 ) -> Run:
     """Open a run.
 
     Parameters
     ----------
     url : str, path or Store
-        A local path, or `file://` and a path.
+        A local path, or `file://` and a path; `s3://bucket/prefix`, or another address that fsspec knows.
     mode : "r" or "a"
         "r" reads and never creates anything; "a" saves too, and creates the run if there is none.
     policy : "intermittent", "full", "one-shot", "consecutive", or a callable
@@ -91,6 +93,12 @@ def open_run(
     keep : Keep
         After each commit, prune what these rules do not keep, in the background. By default nothing is ever removed.
         Who follows a run by `changes_since` has to keep up: what changed across a pruned checkpoint is not known.
+    storage_options : mapping
+        Credentials, endpoint and the like of a remote store: see `checkrun_format.stores.S3Store`. Without them the
+        environment and the usual files are asked. Nothing of it is ever stored or shown.
+    single_writer : bool
+        No other process ever writes this run: needed on a server that cannot create exactly, which is found out when
+        the run is opened for writing.
 
     Raises
     ------
@@ -103,7 +111,7 @@ def open_run(
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     rule = BitRule(bits=bits, expected_restores=expected_restores)
-    store = open_store(url, durable=durable)
+    store = open_store(url, durable=durable, storage_options=storage_options, single_writer=single_writer)
     method = None if encoder is None else checked_encoder(encoder, "encoder")
     base_rule = BaseRule(policy=policy, every=every)
     options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)
@@ -133,6 +141,7 @@ class Run:
         self._store = store
         self._history = History(store)
         if mode == "a":
+            store.prepare()
             _create_run(store)
         self._history.check_run()
         self._mode = mode

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeAlias
 
-Task: TypeAlias = Callable[[], None]
+from checkrun_format.stores import Store
 
-_BUDGET_BYTES = 64 << 20
-_SMALL_BYTES = 256 << 10
+Task: TypeAlias = Callable[[], None]
 
 
 class Workers:
@@ -26,6 +25,8 @@ class Workers:
         How many tasks run at a time. They are started when there is work.
     budget_bytes : int
         How many bytes the tasks that wait or run may hold together; one task may hold more on its own.
+    inline_bytes : int
+        `run` starts no thread for fewer bytes.
 
     Examples
     --------
@@ -37,9 +38,12 @@ class Workers:
     [0, 1, 4]
     """
 
-    def __init__(self, threads: int, budget_bytes: int = _BUDGET_BYTES) -> None:
+    def __init__(
+        self, threads: int, budget_bytes: int = Store.budget_bytes, inline_bytes: int = Store.inline_bytes
+    ) -> None:
         self._threads = threads
         self._budget = budget_bytes
+        self._inline_bytes = inline_bytes
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._submitted = 0
@@ -47,6 +51,11 @@ class Workers:
         self._held = 0
         self._stopped = False
         self._failures: dict[int, BaseException] = {}
+
+    @classmethod
+    def of(cls, store: Store) -> Self:
+        """As many as the calls of a store gain from."""
+        return cls(store.parallel, store.budget_bytes, store.inline_bytes)
 
     def submit(self, held_bytes: int, task: Task) -> None:
         """Have a task run soon; wait while the budget is used up.
@@ -72,7 +81,7 @@ class Workers:
 
     def run(self, held_bytes: int, task: Task) -> None:
         """Have a task run: here and now if it moves so few bytes that another thread is not worth its start."""
-        if held_bytes < _SMALL_BYTES:
+        if held_bytes < self._inline_bytes:
             task()
         else:
             self.submit(held_bytes, task)
