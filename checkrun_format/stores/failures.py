@@ -41,6 +41,9 @@ _CREDENTIALS = {
     "SignatureDoesNotMatch": "the signature does not match: the secret key is wrong, or the clock of this machine",
     "UnrecognizedClientException": "the server does not know this access key",
 }
+_BUSY = {"ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
+_NO_CREDENTIALS = "no credentials: set them in the environment or in storage_options"
+_OTHER_REGION = "the bucket is in another region: say which, in storage_options"
 _FULL = {"InsufficientCapacity", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"}
 
@@ -99,28 +102,27 @@ def _meaning(error: Exception) -> tuple[type[StorageError], int, str]:
     from botocore import exceptions
 
     code, status = code_of(error)
-    if code in _CREDENTIALS:
-        return CredentialsError, errno.EACCES, _CREDENTIALS[code]
-    if isinstance(error, _without_credentials()):
-        return CredentialsError, errno.EACCES, "no credentials: set them in the environment or in storage_options"
-    if code == "NoSuchBucket":
-        return BucketNotFoundError, errno.ENOENT, "there is no such bucket"
-    if code in _ELSEWHERE or status in {301, 307}:
-        return StorageError, errno.EREMOTE, "the bucket is in another region: say which, in storage_options"
-    if status in {401, 403}:
-        rights = "access denied (also the answer for what does not exist, without the right to list the bucket)"
-        return AccessDeniedError, errno.EACCES, rights
-    if code in _FULL or status == 507:
-        return StorageError, errno.ENOSPC, "the server is full: free some space and save again"
-    if isinstance(error, exceptions.ParamValidationError):
-        return StorageError, errno.EINVAL, "no bucket or key can have this name"
-    if isinstance(error, exceptions.ConnectionError | exceptions.HTTPClientError):
-        return StorageError, errno.EHOSTUNREACH, "the server cannot be reached, or does not answer"
-    if isinstance(error, TimeoutError):
-        return StorageError, errno.ETIMEDOUT, "the server is too slow"
-    if code in {"SlowDown", "ServiceUnavailable", "TooManyRequests", "Throttling"} or status in {429, 503}:
-        return StorageError, errno.EBUSY, "the server has refused work for too long, because it has too much of it"
-    return StorageError, errno.EIO, "the server failed"
+    unreachable = (exceptions.ConnectionError, exceptions.HTTPClientError, ConnectionError)
+    rights = "access denied (S3 says so, too, of what does not exist, to those who may not list the bucket)"
+    busy = "the server has refused work for too long, because it has too much of it"
+    known: list[tuple[bool, type[StorageError], int, str]] = [
+        (code in _CREDENTIALS, CredentialsError, errno.EACCES, _CREDENTIALS.get(code, "")),
+        (isinstance(error, _without_credentials()), CredentialsError, errno.EACCES, _NO_CREDENTIALS),
+        (code == "NoSuchBucket", BucketNotFoundError, errno.ENOENT, "there is no such bucket"),
+        (code in _ELSEWHERE or status in {301, 307}, StorageError, errno.EREMOTE, _OTHER_REGION),
+        (status in {401, 403}, AccessDeniedError, errno.EACCES, rights),
+        (code in _FULL or status == 507, StorageError, errno.ENOSPC, "the server is full: free some space, save again"),
+        (isinstance(error, exceptions.ParamValidationError), StorageError, errno.EINVAL, "S3 allows no such name"),
+        (
+            isinstance(error, unreachable),
+            StorageError,
+            errno.EHOSTUNREACH,
+            "the server cannot be reached, or went away",
+        ),
+        (isinstance(error, TimeoutError), StorageError, errno.ETIMEDOUT, "the server is too slow"),
+        (code in _BUSY or status in {429, 503}, StorageError, errno.EBUSY, busy),
+    ]
+    return next((found[1:] for found in known if found[0]), (StorageError, errno.EIO, "the server failed"))
 
 
 def _without_credentials() -> tuple[type[Exception], ...]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import zarr.abc.store
 
 _EXACT = {"abfs", "abfss", "adl", "az", "gcs", "gs"}
-"""Their `pipe_file(mode="create")` sends the condition to the server (gcsfs: a generation of 0; adlfs: no overwrite)."""
+"""Their `pipe_file(mode="create")` has the server decide (gcsfs: generation 0; adlfs: no overwrite)."""
 _LOCAL = {"memory"}
 """Where there is one process, so that one lock decides who is first."""
 _ONE_PROCESS = threading.Lock()

@@ -36,7 +36,7 @@ class Store(ABC):
     inline_bytes: int = 256 << 10
     """A call that moves fewer bytes is not worth another thread; 0 where each call waits for an answer."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - most stores are always ready
         """Make sure, before anything is written, that `create` is what the format needs (STO-2).
 
         Raises

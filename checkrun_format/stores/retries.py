@@ -43,8 +43,8 @@ async def persist(
     passes : callable
         Whether a failure is one that may pass.
     most : callable
-        Seconds from the first failure after which no attempt begins, as is known by now. A pause is random, from none to twice as long as
-        the longest before (Exponential Backoff And Jitter, AWS Architecture Blog, 2015: "full jitter").
+        Seconds from the first failure after which no attempt begins, as is known by now. A pause is random, from none
+        to the longest, which doubles (Exponential Backoff And Jitter, AWS Architecture Blog, 2015: "full jitter").
     """
     began: float | None = None
     for number in itertools.count():

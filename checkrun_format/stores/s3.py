@@ -8,6 +8,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -198,7 +199,7 @@ class S3Store(Store):
         found: dict[str, int] = {}
         after: dict[str, str] = {}
         while True:
-            page = self._call(start, lambda client: self._page(client, start, delimiter, after))
+            page = self._call(start, partial(self._page, start, delimiter, after))
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):
                     found[item["Key"][len(self._key("")) :]] = int(item["Size"])
@@ -208,7 +209,7 @@ class S3Store(Store):
                 return found
             after = {"ContinuationToken": page["NextContinuationToken"]}
 
-    async def _page(self, client: Any, start: str, delimiter: str, after: Mapping[str, str]) -> Any:
+    async def _page(self, start: str, delimiter: str, after: Mapping[str, str], client: Any) -> Any:
         cut = {"Delimiter": delimiter} if delimiter else {}
         return await client.list_objects_v2(Bucket=self._bucket, Prefix=start, **cut, **after, **self._payer())
 

@@ -67,7 +67,8 @@ class Proxy:
 
     def reset(self) -> None:
         """Reset all connections."""
-        self._loop.call_soon_threadsafe(lambda: [_abort(writer) for writer in list(self._writers)])
+        for writer in list(self._writers):
+            self._loop.call_soon_threadsafe(_abort, writer)
 
     def __enter__(self) -> Self:
         self._thread.start()
