@@ -36,7 +36,7 @@ class History:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._chunks = ChunkReader(store)
+        self.chunks = ChunkReader(store)
         self._checkpoints: OrderedDict[int, StoredCheckpoint] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -120,7 +120,7 @@ class History:
             return self._checkpoints.get(sequence) or self._read(sequence)
 
     def _keep(self, sequence: int, commit: Commit, data: bytes) -> StoredCheckpoint:
-        stored = StoredCheckpoint(self.store, self._chunks, commit, manifest.commit_object(data))
+        stored = StoredCheckpoint(self.store, self.chunks, commit, manifest.commit_object(data))
         self._checkpoints[sequence] = stored
         if len(self._checkpoints) > _KEPT:
             self._checkpoints.popitem(last=False)

@@ -14,6 +14,7 @@ from checkrun_format.chain import History
 from checkrun_format.changes import Changes, changes
 from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFoundError
 from checkrun_format.manifest import Commit, Field
+from checkrun_format.readahead import reading_ahead
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, fill, live_keys
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
@@ -328,7 +329,8 @@ class Checkpoint:
             raise InvalidInputError(f"tables={tables!r}: give a list of names")
         names = self.tables if tables is None else list(tables)
         given = out or State()
-        with Workers.of(self._history.store) as workers:
+        store = self._history.store
+        with reading_ahead(self._history, self._stored, names), Workers.of(store) as workers:
             return State(
                 tables={name: self._load_table(name, given.tables.get(name), workers) for name in names},
                 tensors={name: self._load_tensor(name, given.tensors.get(name), workers) for name in self.tensors},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from io import BytesIO, RawIOBase
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -53,6 +53,14 @@ class Store(ABC):
         """The object as a file to be read from its beginning to its end, None if there is none."""
         data = self.get(key)
         return None if data is None else BytesIO(data)
+
+    def ahead(self, key: str) -> Callable[[], bytes | None] | None:
+        """Begin to read an object that is needed soon; what is returned waits for it, and is `get` then.
+
+        None where there is nothing to be gained.
+        """
+        del key
+        return None
 
     @abstractmethod
     def put(self, key: str, buffers: Iterable[Buffer]) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import os
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -96,6 +97,9 @@ class S3Store(Store):
 
     def get(self, key: str) -> bytes | None:
         return self._call(key, lambda client: self._read(client, self._key(key)))
+
+    def ahead(self, key: str) -> Callable[[], bytes | None]:
+        return self._begun(key, lambda client: self._read(client, self._key(key)))
 
     def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         data = b"".join(buffers)  # type: ignore[arg-type]
@@ -199,7 +203,7 @@ class S3Store(Store):
         found: dict[str, int] = {}
         after: dict[str, str] = {}
         while True:
-            page = self._call(start, partial(self._page, start, delimiter, after))
+            page = self._call(start, functools.partial(self._page, start, delimiter, after))
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):
                     found[item["Key"][len(self._key("")) :]] = int(item["Size"])
@@ -225,17 +229,23 @@ class S3Store(Store):
         """A filesystem of its own: its client belongs to one event loop, and its caches are off."""
         try:
             import s3fs
+            from aiobotocore.session import AioSession
         except ImportError as error:
             raise InvalidInputError('s3:// needs s3fs: pip install "checkrun-format[s3]"') from error
-        config = {**_CONFIG, **self._options.get("config_kwargs", {})}
+        options = dict(self._options)
+        unknown = options.keys() - inspect.signature(s3fs.S3FileSystem.__init__).parameters.keys() - {"profile"}
+        if unknown:
+            raise InvalidInputError(f"storage_options of {self.url}: s3fs knows no {min(unknown)!r}")
+        session = AioSession(profile=options.pop("profile", None))
+        session.register_component("data_loader", _models())
         fixed = {"use_listings_cache": False, "max_concurrency": 1, "skip_instance_cache": True}
-        options = {**self._options, **fixed, "config_kwargs": config, "asynchronous": asynchronous}
+        config = {**_CONFIG, **options.get("config_kwargs", {})}
+        options = {"session": session, **options, **fixed, "config_kwargs": config, "asynchronous": asynchronous}
         try:
             return s3fs.S3FileSystem(**options)
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInputError(
-                f"storage_options of {self.url}: s3fs refuses them ({type(error).__name__})"
-            ) from None
+            reason = type(error).__name__  # its text may repeat a secret
+            raise InvalidInputError(f"storage_options of {self.url}: s3fs refuses them ({reason})") from None
 
     def _filesystem(self) -> Any:
         """The filesystem of this process: that of a parent is useless after a fork."""
@@ -245,7 +255,11 @@ class S3Store(Store):
         return self._filesystems[process]
 
     def _call(self, key: str, attempt: Callable[[Any], Awaitable[_T]]) -> _T:
-        """The result of some requests, made on the loop of fsspec's own thread; tried again if they may pass."""
+        """The result of a request, tried again if it may pass."""
+        return self._begun(key, attempt)()
+
+    def _begun(self, key: str, attempt: Callable[[Any], Awaitable[_T]]) -> Callable[[], _T]:
+        """A request that is under way, on the loop of fsspec's own thread; what is returned waits for its result."""
         filesystem = self._filesystem()
 
         async def once() -> _T:
@@ -262,8 +276,17 @@ class S3Store(Store):
         def most() -> float:
             return self._patience.seconds if self._answered else self._patience.at_first
 
-        with self._our_errors(key):
-            return _wait(filesystem.loop, persist(once, passes, most))
+        future = asyncio.run_coroutine_threadsafe(persist(once, passes, most), filesystem.loop)
+
+        def result() -> _T:
+            with self._our_errors(key):
+                try:
+                    return future.result()
+                except BaseException:
+                    future.cancel()  # if the caller is gone, as after Ctrl-C, so is the request
+                    raise
+
+        return result
 
     @contextlib.contextmanager
     def _our_errors(self, key: str) -> Iterator[None]:
@@ -287,13 +310,12 @@ class S3Store(Store):
                     yield str(options[name])
 
 
-def _wait(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]) -> _T:
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # the caller is gone, as after Ctrl-C: so is the request
-        raise
+@functools.cache
+def _models() -> Any:
+    """Botocore's descriptions of services, read once: that takes longer than some requests."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 def _unconditional(url: str) -> InvalidInputError:
