@@ -80,7 +80,7 @@ class Server(ABC):
         self.folder = folder
         self.port = free_port()
         self.endpoint_url = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     @abstractmethod
     def arguments(self) -> Sequence[str]:
@@ -92,15 +92,15 @@ class Server(ABC):
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
             command = [program, *self.arguments()]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)  # noqa: S603
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)  # noqa: S603
         self.bucket("started")
 
     def kill(self) -> None:
         """SIGKILL, and nothing else."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
     def bucket(self, prefix: str = "bucket") -> str:
         """The name of a new bucket."""
@@ -108,9 +108,9 @@ class Server(ABC):
         end = time.monotonic() + _STARTING_SECONDS
         while True:
             try:
-                _create_bucket(self.endpoint_url, name)
+                create_bucket(self.endpoint_url, name)
             except Exception:
-                if time.monotonic() > end or self._process is None or self._process.poll() is not None:
+                if time.monotonic() > end or self.process is None or self.process.poll() is not None:
                     raise
                 time.sleep(0.1)
             else:
@@ -199,8 +199,8 @@ def found_program(name: str) -> str:
     return found
 
 
-def _create_bucket(endpoint_url: str, name: str) -> None:
-    """PUT, signed by botocore."""
+def create_bucket(endpoint_url: str, name: str) -> None:
+    """Create a bucket, as the one who may write."""
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import Credentials
@@ -211,6 +211,3 @@ def _create_bucket(endpoint_url: str, name: str) -> None:
     asked = urllib.request.Request(prepared.url, b"", dict(prepared.headers), method="PUT")  # noqa: S310 - loopback
     with contextlib.closing(urllib.request.urlopen(asked, timeout=10)) as answer:  # noqa: S310
         answer.read()
-
-
-__all__ = ["READER", "WRITER", "Login", "Rclone", "SeaweedFS", "Server", "environment", "free_port", "storage_options"]
