@@ -10,10 +10,10 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkrun_format.errors import CheckrunError, InvalidInputError
+from checkrun_format.stores.bodies import Body
 from checkrun_format.stores.failures import code_of, explained, may_pass
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 from checkrun_format.stores.retries import Patience, persist
@@ -102,16 +102,16 @@ class S3Store(Store):
         return self._begun(key, lambda client: self._read(client, self._key(key)))
 
     def put(self, key: str, buffers: Iterable[Buffer]) -> int:
-        data = b"".join(buffers)  # type: ignore[arg-type]
-        self._call(key, lambda client: self._write(client, self._key(key), data))
-        return len(data)
+        body = Body(buffers)
+        self._call(key, lambda client: self._write(client, self._key(key), body))
+        return len(body)
 
     def create(self, key: str, data: bytes) -> None:
         if self.single_writer:
             if self.get(key) is not None:
                 raise AlreadyExistsError(key)
             self.put(key, [data])
-        elif not self._call(key, lambda client: self._write(client, self._key(key), data, IfNoneMatch="*")):
+        elif not self._call(key, lambda client: self._write(client, self._key(key), Body([data]), IfNoneMatch="*")):
             raise AlreadyExistsError(key)
 
     def replace(self, key: str, data: bytes) -> None:
@@ -171,12 +171,12 @@ class S3Store(Store):
             raise ConnectionResetError(f"{len(data)} of {size} bytes came")
         return data
 
-    async def _write(self, client: Any, key: str, data: bytes, **condition: str) -> bool:
+    async def _write(self, client: Any, key: str, body: Body, **condition: str) -> bool:
         """Whether the condition held."""
         options = {**self._options.get("s3_additional_kwargs", {}), **self._payer(), **condition}
         try:
-            async with asyncio.timeout(_SECONDS + len(data) / _SLOWEST):
-                await client.put_object(Bucket=self._bucket, Key=key, Body=BytesIO(data), **options)
+            async with asyncio.timeout(_SECONDS + len(body) / _SLOWEST):
+                await client.put_object(Bucket=self._bucket, Key=key, Body=body if len(body) else b"", **options)
         except Exception as error:
             code, status = code_of(error)
             if condition and (code in _TAKEN or status == 412):

@@ -47,6 +47,11 @@ PASSING = [
 ]
 
 
+def deleted(store: S3Store, key: str) -> bool:
+    store.delete(key)
+    return True
+
+
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: fault.code or f"{fault.how}{fault.status}")
 def test_what_passes_is_tried_again(moto: FlakyS3, store: S3Store, fault: Fault) -> None:
     store.put("there", [b"12345678"])
@@ -57,7 +62,7 @@ def test_what_passes_is_tried_again(moto: FlakyS3, store: S3Store, fault: Fault)
         lambda: store.list("") is not None,
         lambda: sorted(store.folders() or ()) == ["new", "there"],
         lambda: (store.modified("there") or 0) > 0,
-        lambda: [store.delete("new")],
+        lambda: deleted(store, "new"),
         lambda: store.get("new") is None,
     ]
     for call in calls:
@@ -146,7 +151,7 @@ def test_what_lasts_is_told_at_once(
         with pytest.raises(kind, match=message) as caught:
             call()
         assert type(caught.value) is kind
-        assert len(moto.happened) == 1
+        assert len([line for line in moto.happened if not line.startswith("HEAD")]) == 1  # botocore asks where it is
         assert secret not in str(caught.value) and "repeats ***" in str(caught.value)
 
 

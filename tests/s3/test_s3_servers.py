@@ -106,6 +106,8 @@ def test_a_reader_that_is_slow(s3: Place, proxy: Proxy) -> None:
     s3.open(policy="full").save(large(2), step=2)
     batches = 0
     for change in crf.open_run(through(proxy, s3)).latest().changes_since(1, max_bytes=1 << 20):
+        if change.dropped:
+            continue
         batches += 1
         assert change.fields["weight"].nbytes <= 2 << 20
         if batches < 4:
@@ -136,7 +138,7 @@ def test_memory_is_bounded(s3: Place) -> None:
     finally:
         tracemalloc.stop()
     assert np.array_equal(out.tables["t"].fields["weight"], weight)
-    assert max(peaks) < 320, peaks
+    assert max(peaks) < 256, peaks
     for key in s3.store().list("00000001"):
         s3.store().delete(key)
 
@@ -300,8 +302,7 @@ def test_a_run_in_the_memory_of_fsspec() -> None:
         run.save(state(3), step=3)
     other.tag("best", 2)
     other.prune(other.plan_prune(crf.Keep(last=1)))
-    with pytest.raises(crf.PrunedError):
-        crf.open_run(url)[3].load() if 3 in {c.sequence for c in reader.log()} else crf.open_run(url)[3]
+    assert [c.sequence for c in crf.open_run(url).log()] == [1, 2, 3, 4]  # 4 lies over all of them
     store = open_store(url)
     assert isinstance(store, FilesystemStore)
     assert store.get("nothing") is None and store.modified("nothing") is None
@@ -344,7 +345,8 @@ def test_a_file_system_that_is_not_known_to_create_exactly() -> None:
         url = f"local://{folder}/run"
         with pytest.raises(crf.InvalidInputError, match=r"single_writer=True"):
             crf.open_run(url, "a")
-        run = crf.open_run(url, "a", single_writer=True)
+        options = {"auto_mkdir": True}
+        run = crf.open_run(url, "a", single_writer=True, storage_options=options)
         run.save(crf.State(extra=1), step=1)
         assert crf.open_run(url).latest().extra == 1
         assert crf.open_run(f"{folder}/run").verify() == []
