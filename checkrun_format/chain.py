@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from checkrun_format.errors import (
 from checkrun_format.manifest import Burnt, Commit, Pruned, TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.stores import Store
+from checkrun_format.workers import ProcessLock
 
 _KEPT = 64
 """Checkpoints whose documents are kept in memory."""
@@ -38,7 +38,7 @@ class History:
         self.store = store
         self.chunks = ChunkReader(store)
         self._checkpoints: OrderedDict[int, StoredCheckpoint] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def check_run(self) -> None:
         """Read the run document.

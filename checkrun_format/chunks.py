@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import sys
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from checkrun_format import dtypes, layout
 from checkrun_format.errors import DamagedError, PrunedError, UnsupportedFeatureError
 from checkrun_format.manifest import ArrayEntry, Pruned, parse_occupant
 from checkrun_format.stores import Buffer, Store
+from checkrun_format.workers import ProcessLock
 
 _CHECKSUM = 4
 
@@ -161,7 +161,7 @@ class Readahead:
         self._waiting: deque[tuple[str, int]] = deque()
         self._begun: dict[str, tuple[Callable[[], bytes | None], int]] = {}
         self._process = 0
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     @contextlib.contextmanager
     def expecting(self, objects: Iterable[tuple[str, int]]) -> Iterator[None]:
@@ -224,7 +224,7 @@ class ChunkReader:
         self._kept: OrderedDict[str, npt.NDArray[Any]] = OrderedDict()
         self._read: dict[tuple[int, str], Future[npt.NDArray[Any]]] = {}
         self._ahead = Readahead(store)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def expecting(self, objects: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
         """Read chunk objects, key and bytes each, before they are asked for, in this order and not too many of them."""

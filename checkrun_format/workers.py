@@ -1,7 +1,8 @@
-"""A few threads that move bytes while the caller goes on."""
+"""A few threads that move bytes while the caller goes on, and a lock that survives a fork."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,19 @@ from typing import Self, TypeAlias
 from checkrun_format.stores import Store
 
 Task: TypeAlias = Callable[[], None]
+
+
+class ProcessLock:
+    """A lock that a forked child finds free, whatever threads its parent had."""
+
+    def __init__(self) -> None:
+        self._of_process: dict[int, threading.Lock] = {}
+
+    def __enter__(self) -> None:
+        self._of_process.setdefault(os.getpid(), threading.Lock()).acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._of_process[os.getpid()].release()
 
 
 class Workers:

@@ -21,7 +21,7 @@ class Body:
     """
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
-        views = [memoryview(buffer) for buffer in buffers]  # type: ignore[arg-type]
+        views = [memoryview(buffer).cast("B") for buffer in buffers]  # type: ignore[arg-type]
         self._views = [view for view in views if view.nbytes]
         self._size = sum(view.nbytes for view in self._views)
         self._position = 0
