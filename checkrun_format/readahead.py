@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from checkrun_format import layout
 from checkrun_format.chain import History
 from checkrun_format.chunks import row_bytes
+from checkrun_format.errors import CheckrunError
 from checkrun_format.manifest import BlockEntry
 from checkrun_format.reader import StoredCheckpoint
 
@@ -23,9 +24,23 @@ def reading_ahead(history: History, checkpoint: StoredCheckpoint, tables: Collec
     if history.store.inline_bytes:
         yield
         return
-    objects = [found for layer in history.chain(checkpoint) for found in _objects(layer, set(tables))]
+    objects: list[tuple[str, int]] = []
+    with contextlib.suppress(CheckrunError):  # whoever needs what is broken finds it
+        for layer, needed in _layers(history, checkpoint, set(tables)):
+            objects += _objects(layer, needed)
     with history.chunks.expecting(objects):
         yield
+
+
+def _layers(
+    history: History, checkpoint: StoredCheckpoint, tables: set[str]
+) -> Iterator[tuple[StoredCheckpoint, set[str]]]:
+    """The layers that are read, newest first, and the tables that they are read for."""
+    for layer in history.chain(checkpoint):
+        yield layer, tables
+        tables = tables - {entry.name for entry in layer.manifest.tables if entry.storage == "full"}
+        if not tables:
+            return
 
 
 def _objects(layer: StoredCheckpoint, tables: Collection[str]) -> Iterator[tuple[str, int]]:

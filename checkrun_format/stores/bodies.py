@@ -21,8 +21,8 @@ class Body:
     """
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]  # type: ignore[arg-type]
-        self._views = [view for view in views if view.nbytes]
+        views = [memoryview(buffer) for buffer in buffers]  # type: ignore[arg-type]
+        self._views = [view.cast("B") for view in views if view.nbytes]
         self._size = sum(view.nbytes for view in self._views)
         self._position = 0
         _register()

@@ -12,6 +12,7 @@ _PASSING_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _PASSING = {
     "BandwidthLimitExceeded",
     "ConditionalRequestConflict",
+    "IncompleteBody",
     "InternalError",
     "OperationAborted",
     "PriorRequestNotComplete",

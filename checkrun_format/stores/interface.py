@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from checkrun_format.errors import InvalidInputError
+
 if TYPE_CHECKING:
     import zarr.abc.store
 
@@ -110,7 +112,7 @@ class Store(ABC):
 
     def zarr_store(self, prefix: str) -> zarr.abc.store.Store:
         """What lies below a prefix, as a read-only store of zarr-python; the caller imports zarr."""
-        raise NotImplementedError(f"{type(self).__name__} offers zarr-python nothing below {prefix}")
+        raise InvalidInputError(f"{self.url}: {type(self).__name__} offers zarr-python nothing below {prefix!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(f"{type(self).__name__} cannot be pickled: open the run in each process")

@@ -302,12 +302,14 @@ class S3Store(Store):
         self.requests[event_name.rpartition(".")[2]] += 1
 
     def _secrets(self) -> Iterator[str]:
-        """What must not stand in any text. Those of the environment are known to the client alone, which tells none."""
+        """What must not stand in any text."""
         names = ("key", "secret", "token", "username", "password")
-        for name in (*names, "aws_access_key_id", "aws_secret_access_key", "aws_session_token"):
+        of_clients = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+        for name in (*names, *of_clients):
             for options in (self._options, self._options.get("client_kwargs") or {}):
                 if options.get(name):
                     yield str(options[name])
+        yield from filter(None, (os.environ.get(name.upper()) for name in of_clients))
 
 
 @functools.cache

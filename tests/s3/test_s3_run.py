@@ -428,6 +428,26 @@ def test_forked_readers(s3: Place) -> None:
     assert_same(reader.load(), state(0))
 
 
+def test_a_loader_of_torch_reads(s3: Place) -> None:
+    """Forked workers of a DataLoader, each with the dataset's run."""
+    from torch.utils.data import DataLoader, Dataset
+
+    s3.open().save(state(0), step=0)
+    reader = s3.open("r")
+    sums = state(0).tables["rows"]["sum"].view(np.int32)
+    assert len(reader.load().tables) == 2
+
+    class Rows(Dataset[int]):
+        def __len__(self) -> int:
+            return len(sums)
+
+        def __getitem__(self, row: int) -> int:
+            return int(reader.latest().table("rows").take([row])["sum"].view(np.int32)[0])
+
+    loader = DataLoader(Rows(), batch_size=8, num_workers=2, multiprocessing_context="fork", timeout=60)
+    assert [value for batch in loader for value in batch.tolist()] == sums.tolist()
+
+
 def _spawned(url: str, rows: list[int], results: Any) -> None:
     results.put(crf.open_run(url).latest().table("rows").take(rows)["sum"].tobytes())
 

@@ -11,7 +11,16 @@ WHOLE = b"abc" + bytes(range(10)) + b"x" * (1 << 20) + b"end"
 
 
 def body() -> Body:
-    return Body([b"abc", b"", np.arange(10, dtype=np.uint8), np.full((1 << 10, 1 << 10), 120, np.uint8), b"end"])
+    return Body(
+        [
+            b"abc",
+            b"",
+            np.zeros(0, np.uint8),
+            np.arange(10, dtype=np.uint8),
+            np.full((1 << 10, 1 << 10), 120, np.uint8),
+            b"end",
+        ]
+    )
 
 
 def test_a_body_is_its_buffers() -> None:
