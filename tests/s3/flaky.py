@@ -89,7 +89,7 @@ class FlakyS3:
             start_response(
                 f"{fault.status} x", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
             )
-            return [body]
+            return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
         if fault.how == "half":
             return self._half(environ, start_response)
         if fault.how == "lose":
