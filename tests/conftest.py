@@ -83,8 +83,25 @@ def _running(server: type[servers.Server]) -> Iterator[servers.Server]:
         servers.found_program(server.program)
     except FileNotFoundError as error:
         pytest.skip(f"{error}: it is a package of the extra 'test'")
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as running:
-        yield running
+    with tempfile.TemporaryDirectory() as folder:
+        running = _started(server, Path(folder))
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def _started(server: type[servers.Server], folder: Path) -> servers.Server:
+    """A server that answers; its ports may have been taken between finding and using them."""
+    for attempt in range(3):
+        running = server(folder / str(attempt))
+        try:
+            running.start()
+        except OSError:
+            running.kill()
+        else:
+            return running
+    raise RuntimeError((folder / "2" / "log").read_text()[-2000:])
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,12 @@
-"""What is sent to an HTTP server: buffers one after another, without a copy of them."""
+"""What is sent to an HTTP server, and what comes from it: buffers one after another, without a copy of them."""
 
 from __future__ import annotations
 
 import functools
+import io
+from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from checkrun_format.stores.interface import Buffer
 
@@ -54,6 +57,28 @@ class Body:
             for at in range(low, high, _PIECE):
                 yield view[at : min(at + _PIECE, high)]
             before += view.nbytes
+
+
+class Received(io.RawIOBase):
+    """Pieces that have come, as a file to be read once; what has been read is let go."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = deque(memoryview(piece) for piece in pieces if piece)
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """The next bytes, as many as lie together."""
+        if not self._pieces:
+            return 0
+        piece, into = self._pieces.popleft(), memoryview(buffer)
+        count = min(piece.nbytes, into.nbytes)
+        into[:count] = piece[:count]
+        if count < piece.nbytes:
+            self._pieces.appendleft(piece[count:])
+        return count
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import functools
 import inspect
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkrun_format.errors import CheckrunError, InvalidInputError
-from checkrun_format.stores.bodies import Body
+from checkrun_format.stores.bodies import Body, Received
 from checkrun_format.stores.failures import code_of, explained, may_pass
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 from checkrun_format.stores.retries import Patience, persist
@@ -30,6 +31,7 @@ _PREFIX_BYTES = 800
 _SLOWEST = 64 << 10
 """Bytes per second: a transfer that is slower than that, for all of the object, is given up."""
 _SECONDS = 60.0
+_PIECE = 256 << 10
 _MISSING = {"NoSuchKey", "NotFound", "404"}
 _TAKEN = {"PreconditionFailed", "412"}
 _CONFIG = {
@@ -96,10 +98,20 @@ class S3Store(Store):
     # Operations -------------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes | None:
-        return self._call(key, lambda client: self._read(client, self._key(key)))
+        return self.ahead(key)()
+
+    def open(self, key: str) -> Received | None:
+        pieces = self._call(key, lambda client: self._read(client, self._key(key)))
+        return None if pieces is None else Received(pieces)
 
     def ahead(self, key: str) -> Callable[[], bytes | None]:
-        return self._begun(key, lambda client: self._read(client, self._key(key)))
+        begun = self._begun(key, lambda client: self._read(client, self._key(key)))
+
+        def result() -> bytes | None:
+            pieces = begun()
+            return None if pieces is None else b"".join(pieces)
+
+        return result
 
     def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         body = Body(buffers)
@@ -157,7 +169,7 @@ class S3Store(Store):
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    async def _read(self, client: Any, key: str) -> bytes | None:
+    async def _read(self, client: Any, key: str) -> builtins.list[bytes] | None:
         try:
             answer = await client.get_object(Bucket=self._bucket, Key=key, **self._payer())
         except Exception as error:
@@ -166,10 +178,11 @@ class S3Store(Store):
             raise
         size = int(answer["ContentLength"])
         async with asyncio.timeout(_SECONDS + size / _SLOWEST), answer["Body"] as body:
-            data: bytes = await body.read()
-        if len(data) != size:
-            raise ConnectionResetError(f"{len(data)} of {size} bytes came")
-        return data
+            pieces = [piece async for piece in body.iter_chunks(_PIECE)]
+        came = sum(map(len, pieces))
+        if came != size:
+            raise ConnectionResetError(f"{came} of {size} bytes came")
+        return pieces
 
     async def _write(self, client: Any, key: str, body: Body, **condition: str) -> bool:
         """Whether the condition held."""

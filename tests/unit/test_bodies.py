@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from checkrun_format.stores.bodies import Body
+from checkrun_format.stores.bodies import Body, Received
 
 WHOLE = b"abc" + bytes(range(10)) + b"x" * (1 << 20) + b"end"
 
@@ -51,3 +51,12 @@ def test_a_body_is_read_in_steps_and_again() -> None:
     assert found.seek(-3, 2) == len(WHOLE) - 3 and found.read() == b"end"
     found.seek(3)
     assert found.seek(1, 1) == 4 and found.read(2) == WHOLE[4:6]
+
+
+def test_what_was_received_is_read_once() -> None:
+    file = Received([b"abc", b"", b"defgh", b"i"])
+    into = bytearray(2)
+    assert (file.readinto(into), bytes(into)) == (2, b"ab")
+    assert file.read(1) == b"c"
+    assert file.readall() == b"defghi"
+    assert file.read(1) == b"" and file.readable()
