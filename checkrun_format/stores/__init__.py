@@ -56,7 +56,9 @@ def open_store(
         _refuse_options(storage_options, "a local folder")
     if not separator:
         return LocalStore(path, durable=durable)
-    if scheme == "file" and rest.startswith("/"):
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise InvalidInputError(f"{path!r} is no address of a run: give a path or file:// and an absolute path")
         return LocalStore(_from_file_url(path), durable=durable)
     alone = os.environ.get(SINGLE_WRITER) == "1" if single_writer is None else single_writer
     if scheme in ("s3", "s3a"):
