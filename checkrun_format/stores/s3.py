@@ -137,7 +137,7 @@ class S3Store(Store):
         return list(names - {""}) if names else None
 
     def list(self, prefix: str) -> dict[str, int]:
-        return self._names(self._key(f"{prefix}/"), delimiter="")
+        return self._names(self._key(f"{prefix}/" if prefix else ""), delimiter="")
 
     def modified(self, key: str) -> float | None:
         return self._call(key, lambda client: self._looked_at(client, self._key(key)))

@@ -88,6 +88,7 @@ def test_any_prefix_is_taken_as_it_is(s3: Place, name: str) -> None:
     assert sorted(store.folders() or ()) == ["00000001", "00000010", "zarr.json"]
     assert store.list("00000001") == {"00000001/x/c/0": 1, "00000001/zarr.json": 2}
     assert store.list("0000000") == {}
+    assert store.list("") == {"zarr.json": 4, "00000010/x": 3, **store.list("00000001")}
     assert store.get("00000001/x/c/0") == b"1"
     assert s3.store().list(name) == {
         f"{name}/00000001/x/c/0": 1,
@@ -149,6 +150,12 @@ def test_options_that_are_of_no_use_are_refused() -> None:
             open_store(url, storage_options={"key": "hunter2"})
     with pytest.raises(crf.InvalidInputError, match="no store here serves"):
         open_store("nonsense://run")
+    with pytest.raises(crf.InvalidInputError, match="s3fs knows no 'secrets'") as caught:
+        open_store("s3://bucket/run", storage_options={"secrets": "hunter2"})
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(crf.InvalidInputError, match="refuses them") as caught:
+        open_store("s3://bucket/run", storage_options={"key": "hunter2", "username": "hunter3"})
+    assert "hunter" not in str(caught.value)
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
