@@ -2,11 +2,12 @@
 
     python benchmarks/bench_chain.py [--quick] [--folder DIR] [--no-results]
 
-One table of float32 at 4 bits. Each save changes 10 % of the rows: any of them alike (uniform), or the more often the
-lower their rank, as in a power law (zipf). Files are in the page cache; every restore reads into arrays that exist.
-First a restore after 0 to 24 saves, for each policy. Then a base and 10 increments in a row beside one base of the same
-state, for tables of several sizes: seconds, bytes read through the store, `take` of 1,000 random rows, and memory
-beside the arrays that are read into; and with which power of the number of rows each of them grows.
+One table of float32, mostly of 32 columns at 4 bits. Each save changes 10 % of the rows: any of them alike (uniform),
+or the more often the lower their rank, as in a power law (zipf). Files are in the page cache; every restore reads into
+arrays that exist, and begin with a cache line, as tensors of torch do. First a restore after 0 to 24 saves, for each
+policy. Then a base and 10 increments in a row beside one base of the same state, for tables of several sizes and kinds:
+seconds of time and of processors, bytes read through the store, `take` of 1,000 random rows, and memory beside the
+arrays that are read into; and with which power of the number of rows each of them grows.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import argparse
 import functools
 import io
 import math
+import shutil
 import sys
 import tempfile
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,6 @@ import numpy.typing as npt
 import checkrun_format as crf
 from checkrun_format.stores import LocalStore
 
-COLUMNS = 32
 CHANGED = 0.1
 TAKEN = 1000
 INCREMENTS = 10
@@ -41,6 +43,37 @@ TARGET = 1.3
 """Most times that a base and 10 increments may take what one base takes."""
 
 Costs = list[dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a table holds."""
+
+    columns: int = 32
+    bits: int | None = 4
+    sums: bool = False
+    """Whether there is a float32 of optimizer state for each row, too."""
+
+    def __str__(self) -> str:
+        width = "float32" if self.bits is None else f"{self.bits} bits"
+        return f"{self.columns} x {width}" + (" and sums" if self.sums else "")
+
+
+KINDS = (Kind(columns=64, sums=True), Kind(columns=64, bits=None, sums=True))
+"""Of a million rows, beside the usual one."""
+
+
+def aligned(rows: int, columns: int) -> npt.NDArray[np.float32]:
+    """Memory to read into; it has been touched."""
+    memory = np.ones(rows * columns + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    return memory[start : start + rows * columns].reshape(rows, columns)
+
+
+def destination(rows: int, kind: Kind) -> dict[str, npt.NDArray[np.float32]]:
+    """Arrays to read into."""
+    sums = {"sum": aligned(rows, 1).reshape(-1)} if kind.sums else {}
+    return {"weight": aligned(rows, kind.columns), **sums}
 
 
 class CountingStore(LocalStore):
@@ -87,31 +120,34 @@ def chances(workload: str, rows: int, rng: np.random.Generator) -> npt.NDArray[n
 class Trainer:
     """A table whose rows change, and the run that it is saved to."""
 
-    def __init__(self, folder: Path, rows: int, workload: str, policy: str) -> None:
+    def __init__(self, folder: Path, rows: int, workload: str, policy: str, kind: Kind) -> None:
         self.rng = np.random.default_rng(1)
-        self.weight = self.rng.standard_normal((rows, COLUMNS), np.float32)
+        self.fields = {"weight": self.rng.standard_normal((rows, kind.columns), np.float32)}
+        if kind.sums:
+            self.fields["sum"] = self.rng.random(rows, np.float32)
         self.chances = chances(workload, rows, self.rng)
-        self.run = crf.open_run(folder, "a", durable=False, policy=policy, bits=4)
+        self.run = crf.open_run(folder, "a", durable=False, policy=policy, bits=kind.bits)
         self.save(None)
 
     def save(self, changed: Any, **options: Any) -> None:
         """Save the table."""
-        self.run.save(crf.State(tables={"t": crf.Table({"weight": self.weight}, changed=changed)}), **options)
+        self.run.save(crf.State(tables={"t": crf.Table(self.fields, changed=changed)}), **options)
 
     def train(self) -> None:
         """Change rows, and save them."""
-        changed = np.flatnonzero(self.rng.random(len(self.weight), np.float32) < self.chances)
-        self.weight[changed] += np.float32(0.01)
+        changed = np.flatnonzero(self.rng.random(len(self.fields["weight"]), np.float32) < self.chances)
+        for values in self.fields.values():
+            values[changed] += np.float32(0.01)
         self.save(changed)
 
 
 # Measurements ---------------------------------------------------------------------------------------------------------
 
 
-def restore(folder: Path, number: int, out: npt.NDArray[Any]) -> tuple[dict[str, float], int]:
-    """Load a checkpoint into an array, by somebody who has read nothing yet; and how many bytes were read."""
+def restore(folder: Path, number: int, out: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[str, float], int]:
+    """Load a checkpoint into arrays, by somebody who has read nothing yet; and how many bytes were read."""
     store = CountingStore(folder)
-    state = crf.State(tables={"t": crf.Table({"weight": out})})
+    state = crf.State(tables={"t": crf.Table(dict(out))})
     cost = measure.cost_of(lambda: crf.open_run(store)[number].load(out=state))
     return measure.as_record(cost), store.bytes_read
 
@@ -146,11 +182,11 @@ def peak_of(call: Callable[[], object]) -> float:
 def by_length(folder: Path, rows: int, rounds: int) -> list[dict[str, Any]]:
     """Restores after 0 to 24 saves, for each workload and policy."""
     found = []
-    out = np.ones((rows, COLUMNS), np.float32)
+    out = destination(rows, Kind())
     for workload in WORKLOADS:
         for policy in POLICIES:
             place = folder / f"{workload} {policy}"
-            trainer = Trainer(place, rows, workload, policy)
+            trainer = Trainer(place, rows, workload, policy, Kind())
             for saves in range(max(SAVES) + 1):
                 if saves:
                     trainer.train()
@@ -170,15 +206,16 @@ def chain_of(run: crf.Run, number: int | None) -> int:
     return layers
 
 
-def by_size(folder: Path, workload: str, rows: int, rounds: int) -> dict[str, Any]:
+def by_size(folder: Path, workload: str, rows: int, rounds: int, kind: Kind | None = None) -> dict[str, Any]:
     """A base and 10 increments in a row, beside one base of the same state."""
-    place = folder / f"{workload} {rows}"
-    trainer = Trainer(place, rows, workload, "consecutive")
+    kind = kind or Kind()
+    place = folder / f"{workload} {rows} {kind}"
+    trainer = Trainer(place, rows, workload, "consecutive", kind)
     saves: Costs = []
     for _ in range(INCREMENTS):
         saves.append(measure.as_record(measure.cost_of(trainer.train)))
     trainer.save([], parent=None)
-    out = np.ones((rows, COLUMNS), np.float32)
+    out = destination(rows, kind)
     ids = np.sort(trainer.rng.choice(rows, TAKEN, replace=False))
     one, other = INCREMENTS + 1, INCREMENTS + 2
     del trainer
@@ -188,14 +225,17 @@ def by_size(folder: Path, workload: str, rows: int, rounds: int) -> dict[str, An
     result = {
         "workload": workload,
         "rows": rows,
+        "kind": str(kind),
         "ratio": chain["seconds"] / base["seconds"],
+        "ratio_cpu": chain["cpu_seconds"] / base["cpu_seconds"],
         "chain": chain,
         "base": base,
         "take_chain": few_of_chain,
         "take_base": few_of_base,
         "save": measure.medians(saves),
     }
-    told(f"{workload}, {rows:,} rows: {result['ratio']:.2f}x")
+    told(f"{workload}, {rows:,} rows of {kind}: {result['ratio']:.2f}x")
+    shutil.rmtree(place)
     return result
 
 
@@ -219,7 +259,7 @@ GROWING: Mapping[str, tuple[str, str]] = {
 
 def growth(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The exponent of everything that grows with a table, of the uniform workload."""
-    of = [size for size in sizes if size["workload"] == "uniform"]
+    of = [size for size in sizes if (size["workload"], size["kind"]) == ("uniform", str(Kind()))]
     rows = [size["rows"] for size in of]
     return {name: exponent(rows, [size[part][key] for size in of]) for name, (part, key) in GROWING.items()}
 
@@ -233,7 +273,7 @@ def page(results: Mapping[str, Any]) -> str:
     text = [
         f"{where['date']}, {where['cores']} cores of {where['cpu']}, Python {where['python']}",
         "",
-        f"Restore of {results['rows']:,} x {COLUMNS} float32 at 4 bits, ms (checkpoints read):",
+        f"Restore of {results['rows']:,} rows of {Kind()}, ms (checkpoints read):",
         "",
         measure.table(["after saves", *map(str, SAVES)], length_rows(lengths)),
         "",
@@ -245,6 +285,7 @@ def page(results: Mapping[str, Any]) -> str:
                 "chain, s",
                 "base, s",
                 "ratio",
+                "ratio, processors",
                 "read / base's",
                 "chain, MiB",
                 "take, ms",
@@ -273,10 +314,11 @@ def size_row(size: Mapping[str, Any]) -> list[str]:
     """One row for each workload and size."""
     chain, base, few = size["chain"], size["base"], size["take_chain"]
     return [
-        f"{size['rows']:,} {size['workload']}",
+        f"{size['rows']:,} {size['workload']}, {size['kind']}",
         f"{chain['seconds']:.3f}",
         f"{base['seconds']:.3f}",
         f"{size['ratio']:.2f}" + ("" if size["ratio"] <= TARGET else " MISSED"),
+        f"{size['ratio_cpu']:.2f}",
         f"{chain['bytes_read'] / base['bytes_read']:.2f}",
         f"{chain['peak_mib']:.0f}",
         f"{few['seconds'] * 1000:.0f}",
@@ -304,10 +346,10 @@ def main() -> None:
         lengths = by_length(folder, million, rounds=3)
         sizes = [by_size(folder, "uniform", rows, rounds) for rows in (million, 4 * million, 16 * million)]
         sizes.append(by_size(folder, "zipf", 4 * million, rounds))
+        sizes += [by_size(folder, "uniform", million, rounds, kind) for kind in KINDS]
     results = {
         "machine": measure.machine(["checkrun-format", "numpy"]),
         "rows": million,
-        "columns": COLUMNS,
         "by_length": lengths,
         "by_size": sizes,
         "growth": growth(sizes),

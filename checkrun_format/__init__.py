@@ -11,6 +11,7 @@ state = run.latest().load()
 from checkrun_format import policy, quantize
 from checkrun_format.changes import Changes, StoredField
 from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.copying import Copied, copy_run
 from checkrun_format.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -59,6 +60,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckrunError",
     "ConcurrentCommitError",
+    "Copied",
     "CredentialsError",
     "DamagedError",
     "Decision",
@@ -90,6 +92,7 @@ __all__ = [
     "UnsupportedFeatureError",
     "UnsupportedVersionError",
     "__version__",
+    "copy_run",
     "join_save",
     "open_run",
     "policy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ from checkrun_format.errors import (
 )
 from checkrun_format.manifest import Burnt, Commit, Pruned, TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.stores import Store
-from checkrun_format.workers import ProcessLock
+from checkrun_format.stores import AlreadyExistsError, Store
+from checkrun_format.versions import FORMAT_VERSION
+from checkrun_format.workers import Budget, ProcessLock
 
 _KEPT = 64
 """Checkpoints whose documents are kept in memory."""
@@ -32,13 +34,26 @@ class History:
     """The checkpoints of a run.
 
     Commits never change but by pruning, so what has been read of a committed checkpoint is kept.
+
+    Parameters
+    ----------
+    store : Store
+    budget : Budget
+        Memory for each read that is given none of its own.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, budget: Budget | None = None) -> None:
         self.store = store
+        self._budget = budget or Budget()
         self.chunks = ChunkReader(store)
         self._checkpoints: OrderedDict[int, StoredCheckpoint] = OrderedDict()
         self._lock = ProcessLock()
+
+    def budget(self, max_host_bytes: int | None) -> Budget:
+        """The memory for a read that begins now; what is kept from earlier ones is cut to fit."""
+        budget = self._budget if max_host_bytes is None else Budget(max_host_bytes)
+        self.chunks.keep(budget.kept)
+        return budget
 
     def check_run(self) -> None:
         """Read the run document.
@@ -57,6 +72,30 @@ class History:
             raise RunNotFoundError(f"{self.store.url} does not exist")
         else:
             raise NotARunError(f"{self.store.url} holds no run: it has no {layout.RUN_KEY}")
+
+    def create_run(self, document: bytes | None = None) -> None:
+        """Create the run document if there is none (RUN-1): the one that is given, or a new one.
+
+        Before, make sure that the store creates as STO-2 says.
+
+        Raises
+        ------
+        NotARunError
+            Something else is stored there.
+        """
+        self.store.prepare()
+        if self.store.get(layout.RUN_KEY) is not None:
+            return
+        strangers = [name for name in self.store.folders() or () if not name.startswith(".")]
+        if strangers and self.store.get(layout.RUN_KEY) is None:
+            raise NotARunError(
+                f"{self.store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty "
+                "folder"
+            )
+        if document is None:
+            document = layout.group_document({"kind": "run", "format_version": FORMAT_VERSION, "requires": []})
+        with contextlib.suppress(AlreadyExistsError):  # another process created it just now: it is read next
+            self.store.create(layout.RUN_KEY, document)
 
     def numbers(self) -> list[int]:
         """The numbers that have a folder, occupied or not, in ascending order (TRE-1)."""

@@ -14,12 +14,13 @@ from checkrun_format.chain import History
 from checkrun_format.changes import Changes, changes
 from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFoundError
 from checkrun_format.manifest import Commit, Field
+from checkrun_format.movement import aligned_empty
 from checkrun_format.readahead import reading_ahead
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, fill, live_keys
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
 from checkrun_format.state import ArrayLike, State, Table
-from checkrun_format.workers import Workers
+from checkrun_format.workers import Budget, Workers
 
 if TYPE_CHECKING:
     import zarr
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 class TableView:
     """One table at one checkpoint; reading resolves the chain for just the rows that are asked for."""
 
-    def __init__(self, history: History, stored: StoredCheckpoint, name: str, workers: Workers | None = None) -> None:
+    def __init__(
+        self, history: History, stored: StoredCheckpoint, name: str, reading: tuple[Workers, Budget] | None = None
+    ) -> None:
         self._history = history
         self._stored = stored
         self._entry = stored.entry(name)
-        self._workers = workers
+        self._reading = reading
         self.name = name
 
     def __repr__(self) -> str:
@@ -83,6 +86,7 @@ class TableView:
         columns: slice | None = None,
         fields: Sequence[str] | None = None,
         out: Mapping[str, ArrayLike] | None = None,
+        max_host_bytes: int | None = None,
     ) -> dict[str, npt.NDArray[Any]]:
         """Read consecutive rows.
 
@@ -97,6 +101,8 @@ class TableView:
         out : mapping of field name to array
             Writable CPU arrays of the right shape and dtype to read into; then only these fields are read. After an
             error they may hold anything.
+        max_host_bytes : int
+            As of `Checkpoint.load`.
 
         Returns
         -------
@@ -104,9 +110,8 @@ class TableView:
             Field name to an array (rows, columns) or (rows,); bfloat16 is the dtype of `ml_dtypes`.
         """
         low, high = _range(rows, len(self), f"rows of table {self.name!r}")
-        if self._entry.rows is None:
-            return self._read(WantedIds(self._live_keys[low:high]), columns, fields, out)
-        return self._read(WantedRange(low, high), columns, fields, out)
+        wanted = WantedRange(low, high) if self._entry.rows is not None else WantedIds(self._live_keys[low:high])
+        return self._read(wanted, columns, fields, out, max_host_bytes)
 
     def take(
         self,
@@ -115,8 +120,11 @@ class TableView:
         columns: slice | None = None,
         fields: Sequence[str] | None = None,
         out: Mapping[str, ArrayLike] | None = None,
+        max_host_bytes: int | None = None,
     ) -> dict[str, npt.NDArray[Any]]:
         """Read rows by number, or by key in a keyed table; in any order, repeats allowed.
+
+        Options are those of `read`. With repeats, or in another order than ascending, the rows are held twice.
 
         Raises
         ------
@@ -131,8 +139,8 @@ class TableView:
         unique, inverse = np.unique(wanted, return_inverse=True)
         self._check_present(unique)
         if np.array_equal(unique, wanted):
-            return self._read(WantedIds(unique), columns, fields, out)
-        found = self._read(WantedIds(unique), columns, _names(fields, out), None)
+            return self._read(WantedIds(unique), columns, fields, out, max_host_bytes)
+        found = self._read(WantedIds(unique), columns, _names(fields, out), None, max_host_bytes)
         if out is None:
             return {name: array[inverse] for name, array in found.items()}
         targets = self._targets(out, wanted.size, {f.name: _columns(f, columns) for f in self.fields})
@@ -156,15 +164,17 @@ class TableView:
         columns: slice | None,
         names: Sequence[str] | None,
         out: Mapping[str, ArrayLike] | None,
+        max_host_bytes: int | None,
     ) -> dict[str, npt.NDArray[Any]]:
+        budget = self._history.budget(max_host_bytes) if self._reading is None else self._reading[1]
         cut = {f.name: _columns(f, columns) for f in self._chosen(_names(names, out))}
         arrays = self._fresh(cut, len(wanted)) if out is None else self._targets(out, len(wanted), cut)
         layers = self.layers() if len(wanted) else []
-        if layers and self._workers is not None:
-            fill(layers, wanted, arrays, cut, self._workers)
+        if layers and self._reading is not None:
+            fill(layers, wanted, arrays, cut, self._reading[0], budget.rows)
         elif layers:
-            with Workers.of(self._history.store) as workers:
-                fill(layers, wanted, arrays, cut, workers)
+            with Workers.of(self._history.store, budget) as workers:
+                fill(layers, wanted, arrays, cut, workers, budget.rows)
         return arrays
 
     def _chosen(self, names: Sequence[str] | None) -> list[Field]:
@@ -179,7 +189,7 @@ class TableView:
 
     def _fresh(self, cut: Mapping[str, tuple[int, int]], count: int) -> dict[str, npt.NDArray[Any]]:
         return {
-            f.name: np.empty(self._shape(f, count, cut[f.name]), dtypes.logical(f.dtype))
+            f.name: aligned_empty(self._shape(f, count, cut[f.name]), dtypes.logical(f.dtype))
             for f in self.fields
             if f.name in cut
         }
@@ -308,7 +318,13 @@ class Checkpoint:
             raise NotFoundError(f"checkpoint {self.sequence} has no blob {name!r}")
         return self._stored.blob(entry)
 
-    def load(self, *, tables: Sequence[str] | None = None, out: State | None = None) -> State:
+    def load(
+        self,
+        *,
+        tables: Sequence[str] | None = None,
+        out: State | None = None,
+        max_host_bytes: int | None = None,
+    ) -> State:
         """Read the whole checkpoint, or some of its tables.
 
         Parameters
@@ -318,7 +334,13 @@ class Checkpoint:
         out : State
             Existing arrays to read into, of the right shapes and dtypes: tables that `out` has are read into its
             arrays (its fields only), and tensors that it has into its tensors. The rest is returned in new arrays.
-            After an error the arrays may hold anything.
+            After an error the arrays may hold anything. Scattered rows are written fastest into arrays that begin at
+            a multiple of 64 bytes, as those of torch and new ones here do.
+        max_host_bytes : int
+            About how much memory to use beside what is read into, documents and the keys of keyed tables; by default
+            what the run was opened with. It bounds how much is on its way, and of how many rows at a time it is
+            decided which checkpoint has them: a quarter of it in rows. The less, the more often a chunk whose rows lie
+            further apart is read. A chunk is read whole, even if it is larger. Values are the same for any number.
 
         Returns
         -------
@@ -329,17 +351,18 @@ class Checkpoint:
             raise InvalidInputError(f"tables={tables!r}: give a list of names")
         names = self.tables if tables is None else list(tables)
         given = out or State()
-        store = self._history.store
-        with reading_ahead(self._history, self._stored, names), Workers.of(store) as workers:
+        store, budget = self._history.store, self._history.budget(max_host_bytes)
+        with reading_ahead(self._history, self._stored, names), Workers.of(store, budget) as workers:
+            reading = (workers, budget)
             return State(
-                tables={name: self._load_table(name, given.tables.get(name), workers) for name in names},
+                tables={name: self._load_table(name, given.tables.get(name), reading) for name in names},
                 tensors={name: self._load_tensor(name, given.tensors.get(name), workers) for name in self.tensors},
                 extra=self.extra,
                 blobs={name: self.blob(name) for name in self.blobs},
             )
 
-    def _load_table(self, name: str, into: Table | None, workers: Workers) -> Table:
-        view = TableView(self._history, self._stored, name, workers)
+    def _load_table(self, name: str, into: Table | None, reading: tuple[Workers, Budget]) -> Table:
+        view = TableView(self._history, self._stored, name, reading)
         keys = view.keys() if view.addressing == "keyed" else None
         if into is None:
             return Table(view.read(), keys=keys)

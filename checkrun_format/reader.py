@@ -31,9 +31,15 @@ from checkrun_format.manifest import (
     TableEntry,
     TensorEntry,
 )
-from checkrun_format.rows import Ids, Mask, Selection
+from checkrun_format.movement import scatter, within
+from checkrun_format.rows import Ids, Mask, Moves, Selection, length
 from checkrun_format.stores import Store
 from checkrun_format.workers import Workers
+
+_READ_BYTES = 1 << 20
+"""What is read at a time, and decoded while it is in the cache."""
+
+_READ_ROWS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +329,18 @@ class Block:
             raise DamagedError(self._group, f"its row-aligned arrays are cut at {sorted(cuts)} rows (BLK-2)")
         return cuts.pop()
 
-    def row_bytes(self, f: BlockField) -> int:
-        """Bytes of one stored row of a field."""
+    def held_bytes(self, f: BlockField, moves: Moves) -> int:
+        """Bytes of memory that reading rows of a field from one chunk takes, about."""
         names = (f"{f.name}.{array}" for array in ("codes", "qparams", "values"))
-        return sum(row_bytes(self.entry.arrays[name]) for name in names if name in self.entry.arrays)
+        entries = [self.entry.arrays[name] for name in names if name in self.entry.arrays]
+        width = sum(map(row_bytes, entries))
+        chunk = self.chunk_rows * width
+        if self._shared:
+            low, high = moves.span
+            return moves.nbytes + min(chunk, (high - low) * width)
+        if all(entry.compression is None for entry in entries):
+            return moves.nbytes + (min(chunk, _READ_BYTES) if self._chunks.streams else chunk)
+        return moves.nbytes + 2 * chunk
 
     def _chunk(self, name: str, dtype: str, row_shape: tuple[int, ...], index: int) -> npt.NDArray[Any]:
         entry = self.array(name, dtype, (self.entry.rows, *row_shape))
@@ -379,67 +393,84 @@ class Block:
         unpacked = np.unpackbits(bits, bitorder="little").view(np.bool_)
         return unpacked[part.offset - first * 8 : part.offset - first * 8 + part.count]
 
-    def decode(
-        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def decode(self, f: BlockField, field: Field, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
         """Put rows of one field into `out`.
 
         Parameters
         ----------
         index : int
             The row chunk.
-        positions : slice or array
-            Ascending positions within that chunk.
+        moves : Moves
+            From that chunk to rows of `out`.
         out : array (n, columns) or (n,)
             The columns that the part holds, in the field's logical dtype.
-        dest : slice or array
-            Where in `out` each position goes.
         """
         if f.encoding == "affine":
-            self._decode_affine(f, index, positions, out, dest)
+            self._decode_affine(f, index, moves, out)
         elif f.encoding == "raw":
-            self._decode_raw(f, index, positions, out, dest)
+            self._decode_raw(f, index, moves, out)
         else:
             raise UnsupportedFeatureError(f"{self._group}: unknown encoding {f.encoding!r} of field {f.name!r}")
-        self._put_exact(f, field, index, positions, out, dest)
+        self._put_exact(f, field, index, moves, out)
 
-    def _decode_raw(
-        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def _decode_raw(self, f: BlockField, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
         name, stored = f"{f.name}.values", self._stored(f)
         entry = self.array(name, stored, (self.entry.rows, *(() if f.columns is None else (f.columns,))))
-        if isinstance(positions, slice) and isinstance(dest, slice) and f.dtype == dtypes.name_of(out.dtype):
-            target = dtypes.as_stored(out[dest])
+        positions, places = moves.given, moves.to
+        run = moves.kept is None and isinstance(positions, slice) and isinstance(places, slice)
+        if run and f.dtype == dtypes.name_of(out.dtype):
+            target = dtypes.as_stored(out[places])
             if target is not None:
+                assert isinstance(positions, slice)
                 self._chunks.into(self.place(name), entry, index, positions, target, shared=self._shared)
                 return
-        values = self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
-        out[dest] = dtypes.from_stored(values, f.dtype or "")[positions].astype(out.dtype, copy=False)
+        step = self._step(name)
+        for low, values in self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared):
+            some, to = within(moves, low, low + step)
+            if length(some):
+                scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
 
     def _stored(self, f: BlockField) -> str:
         if f.dtype not in dtypes.STORED:
             raise UnsupportedFeatureError(f"{self._group}: unknown dtype {f.dtype!r} of field {f.name!r}")
         return dtypes.STORED[f.dtype]
 
-    def _decode_affine(
-        self, f: BlockField, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
-        codes, qparams = self.affine(f, index)
-        rows = None if isinstance(positions, slice) else positions
-        if isinstance(positions, slice):
-            codes, qparams = codes[positions], qparams[positions]
-        target, to = (out[dest], None) if isinstance(dest, slice) else (out, dest)
-        quantize.decode_affine(codes, qparams, f.bits or 0, f.columns or 0, target, rows=rows, dest=to)
+    def _decode_affine(self, f: BlockField, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
+        arrays = self._affine_arrays(f)
+        step = self._step(*arrays)
+        codes_of, qparams_of = (
+            self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared)
+            for name, entry in arrays.items()
+        )
+        for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
+            some, to = within(moves, low, low + step)
+            if length(some):
+                quantize.scatter_affine(codes, qparams, f.bits or 0, f.columns or 0, out, rows=some, dest=to)
+
+    def _step(self, *names: str) -> int:
+        """Rows that are read at a time."""
+        width = sum(row_bytes(self.entry.arrays[name]) for name in names)
+        return max(1, min(_READ_ROWS, _READ_BYTES // width))
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""
+        codes, qparams = (
+            self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
+            for name, entry in self._affine_arrays(f).items()
+        )
+        return codes, qparams
+
+    def _affine_arrays(self, f: BlockField) -> dict[str, ArrayEntry]:
         if f.columns is None or f.bits is None or not 1 <= f.bits <= 8:
             raise DamagedError(self._group, f"affine field {f.name!r} with {f.bits} bits and {f.columns} columns")
-        width = packing.packed_width(f.columns, f.bits)
-        codes = self._chunk(f"{f.name}.codes", "uint8", (width,), index)
-        entry = self.entry.arrays.get(f"{f.name}.qparams")
+        codes, qparams = f"{f.name}.codes", f"{f.name}.qparams"
+        entry = self.entry.arrays.get(qparams)
         dtype = "float32" if entry is not None and entry.dtype == "float32" else "float16"
-        return codes, self._chunk(f"{f.name}.qparams", dtype, (2,), index)
+        width = packing.packed_width(f.columns, f.bits)
+        return {
+            codes: self.array(codes, "uint8", (self.entry.rows, width)),
+            qparams: self.array(qparams, dtype, (self.entry.rows, 2)),
+        }
 
     def values(self, f: BlockField, index: int) -> npt.NDArray[Any]:
         """Values of a raw field of one row chunk, as stored."""
@@ -465,13 +496,12 @@ class Block:
         entry = self.array(name, dtypes.STORED[field.dtype], shape)
         return index, self._rows(name, entry, 0, count)
 
-    def _put_exact(
-        self, f: BlockField, field: Field, index: int, positions: Selection, out: npt.NDArray[Any], dest: Selection
-    ) -> None:
+    def _put_exact(self, f: BlockField, field: Field, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
         exact_index, exact_values = self.exact(f, field)
-        places, found = exact_among(exact_index, index * self.chunk_rows, positions)
-        if places.size:
-            target = places + dest.start if isinstance(dest, slice) else dest[places]
+        if exact_index.size:
+            places, found = exact_among(exact_index, index * self.chunk_rows, moves.positions)
+            to = moves.places
+            target = places + to.start if isinstance(to, slice) else to[places]
             out[target] = dtypes.from_stored(exact_values[found], field.dtype)
 
 

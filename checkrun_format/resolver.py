@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,20 +14,21 @@ from checkrun_format import dtypes
 from checkrun_format.blocks import EncodedField, FieldLayout
 from checkrun_format.errors import DamagedError, UnsupportedFeatureError
 from checkrun_format.manifest import BlockField, Field, TableEntry
+from checkrun_format.movement import Claims, TwiceError, prepare
 from checkrun_format.reader import Block, Part, StoredCheckpoint, exact_among
 from checkrun_format.rows import (
     Ids,
     Mask,
+    Moves,
     Selection,
     Wanted,
     WantedIds,
-    as_slice,
     check_bounds,
     is_in_sorted,
-    keep,
     length,
+    shifted,
 )
-from checkrun_format.workers import Workers
+from checkrun_format.workers import Budget, Workers
 
 Layers: TypeAlias = Sequence[tuple[StoredCheckpoint, TableEntry]]
 
@@ -42,19 +43,37 @@ class Piece:
     block: Block
     part: Part
     chunk: int
-    positions: Selection
-    """Within the chunk, ascending."""
-    places: Selection
-    """Among the wanted rows."""
+    moves: Moves
+    """From the chunk to the wanted rows."""
+
+    @property
+    def positions(self) -> Selection:
+        """Within the chunk, ascending."""
+        return self.moves.positions
+
+    @property
+    def places(self) -> Selection:
+        """Among the wanted rows."""
+        return self.moves.places
 
 
 class Coverage:
-    """Checks that the parts of one layer hold each row's fields and columns exactly once (LAY-1, LAY-4)."""
+    """Checks that the parts of one layer hold each row's fields and columns exactly once (LAY-1, LAY-4).
 
-    def __init__(self, layer: StoredCheckpoint, entry: TableEntry, parts: Sequence[Part], wanted: int) -> None:
+    Parameters
+    ----------
+    layer, entry
+        The layer.
+    parts : list of Part
+        All of its parts.
+    claims : Claims
+        What newer layers have supplied of the wanted rows.
+    """
+
+    def __init__(self, layer: StoredCheckpoint, entry: TableEntry, parts: Sequence[Part], claims: Claims) -> None:
         self._layer = layer
         self._entry = entry
-        self.hit: Mask = np.zeros(wanted, np.bool_)
+        self._claims = claims
         self._cuts = {f.name: {0, f.columns or 1} for f in entry.fields}
         for part in parts:
             for name, low, high in _spans(layer.block(part), part):
@@ -63,31 +82,40 @@ class Coverage:
             len(layer.block(part).entry.fields) == len(entry.fields) for part in parts if part.count
         )
         self._masks: dict[tuple[str, int], Mask] | None = None
+        claims.begin()
         if not whole:
             starts = [(name, low) for name, cuts in self._cuts.items() for low in sorted(cuts)[:-1]]
-            self._masks = {start: np.zeros(wanted, np.bool_) for start in starts}
+            self._undecided = claims.undecided()
+            self._hit: Mask = np.zeros(self._undecided.size, np.bool_)
+            self._masks = {start: np.zeros(self._undecided.size, np.bool_) for start in starts}
 
-    def add(self, part: Part, places: Selection) -> None:
-        """Note the wanted rows that a part holds."""
+    def add(self, part: Part, places: Selection) -> Mask | None:
+        """Note the wanted rows that a part holds; return which of them no newer layer supplies, None for all."""
         if self._masks is None:
-            self._mark(self.hit, places)
-            return
+            try:
+                return self._claims.claim(places)
+            except TwiceError:
+                raise self._twice() from None
         for name, low, high in _spans(self._layer.block(part), part):
             for cut in self._cuts[name]:
                 if low <= cut < high:
-                    self._mark(self._masks[name, cut], places)
-        self.hit[places] = True
-
-    def _mark(self, mask: Mask, places: Selection) -> None:
-        if bool(mask[places].any()):
-            raise self._damage("a row is stored twice")
-        mask[places] = True
+                    if bool(self._masks[name, cut][places].any()):
+                        raise self._twice()
+                    self._masks[name, cut][places] = True
+        self._hit[places] = True
+        return self._undecided[places]
 
     def check(self) -> None:
         """Once all parts are noted: every row that was hit was hit in all fields and columns."""
-        for (name, low), mask in (self._masks or {}).items():
-            if not np.array_equal(mask, self.hit):
+        if self._masks is None:
+            return
+        for (name, low), mask in self._masks.items():
+            if not np.array_equal(mask, self._hit):
                 raise self._damage(f"field {name!r}, column {low}, is missing in a row that other parts hold")
+        self._claims.decide(self._hit)
+
+    def _twice(self) -> DamagedError:
+        return self._damage("a row is stored twice")
 
     def _damage(self, problem: str) -> DamagedError:
         place = self._layer.place("manifest.json")
@@ -99,45 +127,55 @@ def _spans(block: Block, part: Part) -> Iterator[tuple[str, int, int]]:
         yield f.name, start, start + (f.columns or 1)
 
 
-def pieces(layers: Layers, wanted: Wanted) -> Iterator[Piece]:
+def pieces(layers: Layers, wanted: Wanted, at_a_time: int = Budget().rows) -> Iterator[Piece]:
     """The pieces that together supply every wanted row once, from the newest layer down.
 
     Row indices alone decide; values are not read. Layers and chunks without a surviving row are passed over.
+
+    Parameters
+    ----------
+    at_a_time : int
+        Of how many wanted rows to keep which are decided, a byte each. The fewer, the more often a chunk whose rows
+        are far apart takes its turn.
 
     Raises
     ------
     DamagedError
         Rows are stored twice, or nowhere (RES-1).
     """
-    undecided: Mask = np.ones(len(wanted), np.bool_)
+    for low in range(0, len(wanted), at_a_time):
+        for piece in _pieces(layers, wanted.section(low, min(low + at_a_time, len(wanted)))):
+            yield piece if low == 0 else replace(piece, moves=piece.moves.shifted(low))
+
+
+def _pieces(layers: Layers, wanted: Wanted) -> Iterator[Piece]:
+    claims = Claims(len(wanted))
     for layer, entry in layers:
         if entry.storage == "unchanged":
             continue
         parts = layer.parts(entry.name)
-        coverage = Coverage(layer, entry, parts, len(wanted))
+        coverage = Coverage(layer, entry, parts, claims)
         for part in parts:
-            yield from _pieces_of(layer, entry, part, wanted, undecided, coverage)
+            yield from _pieces_of(layer, entry, part, wanted, coverage)
         coverage.check()
-        undecided &= ~coverage.hit
         for keys in tombstones(layer, entry):
-            undecided[wanted.among_ids(keys)[1]] = False
-        if not undecided.any():
+            claims.decide(wanted.among_ids(keys)[1])
+        if not claims.left:
             return
-    if len(wanted) and undecided.any():
-        layer, entry = layers[-1]
-        row = int(wanted.ids()[np.argmax(undecided)])
-        raise DamagedError(layer.place("manifest.json"), f"table {entry.name!r}: row {row} is stored nowhere (RES-1)")
+    place = claims.first_undecided()
+    row = int(wanted.section(place, place + 1).ids()[0])
+    layer, entry = layers[-1]
+    raise DamagedError(layer.place("manifest.json"), f"table {entry.name!r}: row {row} is stored nowhere (RES-1)")
 
 
 def _pieces_of(
-    layer: StoredCheckpoint, entry: TableEntry, part: Part, wanted: Wanted, undecided: Mask, coverage: Coverage
+    layer: StoredCheckpoint, entry: TableEntry, part: Part, wanted: Wanted, coverage: Coverage
 ) -> Iterator[Piece]:
     block = layer.block(part)
     for chunk, positions, places in _located(entry, block, part, wanted):
-        coverage.add(part, places)
-        mask = undecided[places]
-        if mask.any():
-            yield Piece(layer, block, part, chunk, as_slice(keep(positions, mask)), as_slice(keep(places, mask)))
+        kept = coverage.add(part, places)
+        if kept is None or kept.any():
+            yield Piece(layer, block, part, chunk, Moves(positions, places, kept))
 
 
 def _located(entry: TableEntry, block: Block, part: Part, wanted: Wanted) -> Iterator[tuple[int, Selection, Selection]]:
@@ -156,7 +194,7 @@ def _located(entry: TableEntry, block: Block, part: Part, wanted: Wanted) -> Ite
             last = int(ids[-1])
             positions, places = wanted.among_ids(ids)
         if length(positions):
-            yield chunk, _shifted(positions, start), places
+            yield chunk, shifted(positions, start), places
 
 
 def listed(entry: TableEntry, block: Block, low: int, high: int, last: int) -> Ids:
@@ -181,12 +219,6 @@ def _may_touch(block: Block, part: Part, chunk: int, low: int, high: int, wanted
     return wanted.touches(first, _HIGHEST if ends else int(block.rows_first[chunk + 1]) - 1)
 
 
-def _shifted(selection: Selection, start: int) -> Selection:
-    if isinstance(selection, slice):
-        return slice(selection.start + start, selection.stop + start)
-    return selection + start
-
-
 def check_layer(layer: StoredCheckpoint, entry: TableEntry, needed: Ids) -> None:
     """Check one layer on its own: no row twice, none in parts only, and all that are needed (LAY-1, LAY-3, LAY-4).
 
@@ -201,7 +233,7 @@ def check_layer(layer: StoredCheckpoint, entry: TableEntry, needed: Ids) -> None
     """
     held = _union([ids for _, ids in stored_ids(layer, entry)])
     parts = layer.parts(entry.name)
-    coverage = Coverage(layer, entry, parts, held.size)
+    coverage = Coverage(layer, entry, parts, Claims(held.size))
     for part in parts:
         for _, _, places in _located(entry, layer.block(part), part, WantedIds(held)):
             coverage.add(part, places)
@@ -262,6 +294,7 @@ def fill(
     out: Mapping[str, npt.NDArray[Any]],
     columns: Mapping[str, tuple[int, int]],
     workers: Workers,
+    at_a_time: int = Budget().rows,
 ) -> None:
     """Read the wanted rows of some fields into arrays, which are filled when `workers` is done.
 
@@ -271,14 +304,17 @@ def fill(
         Field name to an array (n, width) or (n,) of the field's logical dtype.
     columns : mapping
         Field name to the range of columns that its array takes.
+    at_a_time : int
+        As of `pieces`.
     """
     fields = {f.name: f for f in layers[0][1].fields if f.name in out}
-    for piece in pieces(layers, wanted):
+    prepare(sum(array.nbytes for array in out.values()))
+    for piece in pieces(layers, wanted, at_a_time):
         for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):
             if f.name not in fields:
                 continue
             task = functools.partial(_fill_field, piece, f, fields[f.name], start, out[f.name], columns[f.name])
-            workers.run(length(piece.positions) * piece.block.row_bytes(f), task)
+            workers.run(piece.block.held_bytes(f, piece.moves), task)
 
 
 def read_rows(layers: Layers, wanted: Wanted, fields: Sequence[Field]) -> dict[str, npt.NDArray[Any]]:
@@ -295,18 +331,19 @@ def _fill_field(
 ) -> None:
     decode = piece.block.decode
     if f.columns is None:
-        decode(f, field, piece.chunk, piece.positions, out, piece.places)
+        decode(f, field, piece.chunk, piece.moves, out)
         return
     low, high = max(start, columns[0]), min(start + f.columns, columns[1])
     if low >= high:
         return
     target = out[:, low - columns[0] : high - columns[0]]
     if (low, high) == (start, start + f.columns):
-        decode(f, field, piece.chunk, piece.positions, target, piece.places)
+        decode(f, field, piece.chunk, piece.moves, target)
         return
-    count = length(piece.positions)
+    positions = piece.positions
+    count = length(positions)
     wide = np.empty((count, f.columns), out.dtype)
-    decode(f, field, piece.chunk, piece.positions, wide, slice(0, count))
+    decode(f, field, piece.chunk, Moves(positions, slice(0, count)), wide)
     target[piece.places] = wide[:, low - start : high - start]
 
 

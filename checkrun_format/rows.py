@@ -182,11 +182,15 @@ class WantedRange:
     def among_ids(self, ids: Ids) -> tuple[Selection, Selection]:
         """The same among ascending ids."""
         low, high = np.searchsorted(ids, [self.first, self.stop])
-        return slice(int(low), int(high)), ids[low:high] - self.first
+        return slice(int(low), int(high)), ids[low:high] - self.first if self.first else ids[low:high]
 
     def touches(self, low: int, high: int) -> bool:
         """Whether any row of low..high (inclusive) is wanted."""
         return low < self.stop and high >= self.first
+
+    def section(self, low: int, high: int) -> WantedRange:
+        """Those of places low..high-1."""
+        return WantedRange(self.first + low, self.first + high)
 
     def ids(self) -> Ids:
         """The wanted rows."""
@@ -220,6 +224,10 @@ class WantedIds:
         start = int(np.searchsorted(self.wanted, low))
         return start < self.wanted.size and int(self.wanted[start]) <= high
 
+    def section(self, low: int, high: int) -> WantedIds:
+        """Those of places low..high-1."""
+        return WantedIds(self.wanted[low:high])
+
     def ids(self) -> Ids:
         """The wanted rows or keys."""
         return self.wanted
@@ -233,13 +241,11 @@ def length(selection: Selection) -> int:
     return selection.stop - selection.start if isinstance(selection, slice) else int(selection.size)
 
 
-def keep(selection: Selection, mask: Mask) -> Selection:
-    """The positions of a selection for which a mask of the same length is true."""
-    if bool(mask.all()):
-        return selection
+def shifted(selection: Selection, by: int) -> Selection:
+    """The same positions counted from elsewhere."""
     if isinstance(selection, slice):
-        return np.asarray(np.flatnonzero(mask) + selection.start)
-    return selection[mask]
+        return slice(selection.start + by, selection.stop + by)
+    return selection + by if by else selection
 
 
 def as_slice(selection: Selection) -> Selection:
@@ -250,3 +256,85 @@ def as_slice(selection: Selection) -> Selection:
     if last - first + 1 == selection.size and bool((np.diff(selection) == 1).all()):
         return slice(first, last + 1)
     return selection
+
+
+def pick(selection: Selection, kept: Selection) -> Selection:
+    """Those of some positions that `kept` numbers, both ascending.
+
+    Examples
+    --------
+    >>> pick(slice(10, 20), np.array([0, 3])).tolist(), pick(np.array([2, 4, 9]), slice(1, 3)).tolist()
+    ([10, 13], [4, 9])
+    """
+    if not isinstance(selection, slice):
+        return as_slice(selection[kept])
+    return shifted(kept, selection.start)
+
+
+def _within(positions: Selection, low: int, high: int) -> slice:
+    """Which of some ascending positions are from `low` to `high` - 1.
+
+    Examples
+    --------
+    >>> _within(slice(3, 9), 4, 60), _within(np.array([2, 4, 9]), 4, 9)
+    (slice(1, 6, None), slice(1, 2, None))
+    """
+    if isinstance(positions, slice):
+        first, stop = (min(max(edge, positions.start), positions.stop) - positions.start for edge in (low, high))
+        return slice(first, stop)
+    first, stop = np.searchsorted(positions, [low, high]).tolist()
+    return slice(first, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Rows of a row chunk, and the places that they go to; about as small as what tells them.
+
+    Examples
+    --------
+    >>> moves = Moves(slice(3, 9), np.array([0, 1, 5, 6, 7, 9]), np.array([1, 0, 1, 1, 1, 0], bool))
+    >>> moves.positions.tolist(), moves.places.tolist(), moves.within(5, 7)
+    ([3, 5, 6, 7], [0, 5, 6, 7], (slice(0, 2, None), slice(5, 7, None)))
+    """
+
+    given: Selection
+    """Ascending positions within the chunk."""
+    to: Selection
+    """The place of each, ascending."""
+    kept: Mask | None = None
+    """Which of them go; None: all."""
+
+    @property
+    def positions(self) -> Selection:
+        """The positions of those that go."""
+        return self._kept(self.given)
+
+    @property
+    def places(self) -> Selection:
+        """Where they go."""
+        return self._kept(self.to)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Positions between which all of them are."""
+        if isinstance(self.given, slice):
+            return self.given.start, self.given.stop
+        return (int(self.given[0]), int(self.given[-1]) + 1) if self.given.size else (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they hold."""
+        return sum(array.nbytes for array in (self.given, self.to, self.kept) if isinstance(array, np.ndarray))
+
+    def _kept(self, selection: Selection) -> Selection:
+        return selection if self.kept is None else pick(selection, as_slice(np.flatnonzero(self.kept)))
+
+    def within(self, low: int, high: int) -> tuple[Selection, Selection]:
+        """Positions from `low` to `high` - 1 that go, counted from `low`; and their places."""
+        some = _within(self.given, low, high)
+        kept = some if self.kept is None else shifted(as_slice(np.flatnonzero(self.kept[some])), some.start)
+        return shifted(pick(self.given, kept), -low), pick(self.to, kept)
+
+    def shifted(self, by: int) -> Moves:
+        """The same with places counted from elsewhere."""
+        return Moves(self.given, shifted(self.to, by), self.kept) if by else self

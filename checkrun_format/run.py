@@ -13,7 +13,6 @@ from typing import Any, Final, Self, SupportsFloat
 
 import numpy as np
 
-from checkrun_format import layout
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
@@ -22,7 +21,6 @@ from checkrun_format.errors import (
     DamagedError,
     FallbackWarning,
     InvalidInputError,
-    NotARunError,
     PrunedError,
 )
 from checkrun_format.forecast import SavePlan
@@ -34,10 +32,10 @@ from checkrun_format.retention import Keep, Plan
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import Save
 from checkrun_format.state import State, checked_encoder
-from checkrun_format.stores import AlreadyExistsError, Store, open_store
+from checkrun_format.stores import Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
-from checkrun_format.versions import FORMAT_VERSION
+from checkrun_format.workers import Budget
 from checkrun_format.writer import CHUNK_BYTES
 
 _REQUIRED: Final = object()
@@ -57,6 +55,7 @@ def open_run(
     durable: bool = True,
     takeover: bool = False,
     keep: Keep | None = None,
+    max_host_bytes: int = Budget().max_host_bytes,
     storage_options: Mapping[str, Any] | None = None,
     single_writer: bool | None = None,
 ) -> Run:
@@ -93,6 +92,8 @@ def open_run(
     keep : Keep
         After each commit, prune what these rules do not keep, in the background. By default nothing is ever removed.
         Who follows a run by `changes_since` has to keep up: what changed across a pruned checkpoint is not known.
+    max_host_bytes : int
+        About how much memory a read may use beside the arrays that it reads into, see `Checkpoint.load`.
     storage_options : mapping
         Credentials, endpoint and the like of a remote store: see `checkrun_format.stores.S3Store`. Without them the
         environment and the usual files are asked. Nothing of it is ever stored or shown.
@@ -110,39 +111,28 @@ def open_run(
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
+    budget = Budget(max_host_bytes)
     rule = BitRule(bits=bits, expected_restores=expected_restores)
     store = open_store(url, durable=durable, storage_options=storage_options, single_writer=single_writer)
     method = None if encoder is None else checked_encoder(encoder, "encoder")
     base_rule = BaseRule(policy=policy, every=every)
     options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)
-    run = Run(store, mode, options, keep)
+    run = Run(store, mode, options, keep, budget)
     if takeover:
         run.take_over()
     return run
 
 
-def _create_run(store: Store) -> None:
-    """Create the run document if there is none (RUN-1)."""
-    if store.get(layout.RUN_KEY) is None:
-        strangers = [name for name in store.folders() or () if not name.startswith(".")]
-        if strangers and store.get(layout.RUN_KEY) is None:
-            raise NotARunError(
-                f"{store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty folder"
-            )
-        document = layout.group_document({"kind": "run", "format_version": FORMAT_VERSION, "requires": []})
-        with contextlib.suppress(AlreadyExistsError):  # another process created it just now: it is read next
-            store.create(layout.RUN_KEY, document)
-
-
 class Run:
     """One training history; from `open_run`."""
 
-    def __init__(self, store: Store, mode: str, options: Options, keep: Keep | None = None) -> None:
+    def __init__(
+        self, store: Store, mode: str, options: Options, keep: Keep | None = None, budget: Budget | None = None
+    ) -> None:
         self._store = store
-        self._history = History(store)
+        self._history = History(store, budget)
         if mode == "a":
-            store.prepare()
-            _create_run(store)
+            self._history.create_run()
         self._history.check_run()
         self._mode = mode
         self._writing = Saver(store, self._history, options) if mode == "a" else None
@@ -360,6 +350,7 @@ class Run:
         out: State | None = None,
         skip_damaged: bool = False,
         fallback: bool = False,
+        max_host_bytes: int | None = None,
     ) -> State:
         """Read a checkpoint and make it the origin of this run's next saves; counts as a restore.
 
@@ -374,6 +365,8 @@ class Run:
         fallback : bool
             Verify, and take the newest checkpoint whose whole chain is sound. Those that it passes over are named in a
             FallbackWarning and in the log.
+        max_host_bytes : int
+            As of `Checkpoint.load`.
 
         Raises
         ------
@@ -390,7 +383,7 @@ class Run:
                 chosen = self._newest_sound()
             else:
                 chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-            state: State = chosen.load(out=out)
+            state: State = chosen.load(out=out, max_host_bytes=max_host_bytes)
             saver.ledger.restored_from(chosen.sequence)
             return state
 

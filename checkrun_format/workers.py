@@ -6,9 +6,13 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
+import numpy as np
+
+from checkrun_format.errors import InvalidInputError
 from checkrun_format.stores import Store
 
 Task: TypeAlias = Callable[[], None]
@@ -25,6 +29,46 @@ class ProcessLock:
 
     def __exit__(self, *_: object) -> None:
         self._of_process[os.getpid()].release()
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory that a read may hold beside the arrays that it reads into.
+
+    A quarter each: tasks that wait or run; chunks that are kept, since many small parts share them; which rows are
+    decided; and the row chunk whose turn it is. A chunk is read whole: where one takes more, it is more.
+
+    Attributes
+    ----------
+    max_host_bytes : int
+
+    Raises
+    ------
+    InvalidInputError
+        Not a positive number of bytes.
+    """
+
+    max_host_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        given: object = self.max_host_bytes
+        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 1:
+            raise InvalidInputError(f"max_host_bytes {given!r}; a positive number of bytes, such as 256 << 20")
+
+    @property
+    def tasks(self) -> int:
+        """Bytes for `Workers`."""
+        return int(self.max_host_bytes) // 4
+
+    @property
+    def kept(self) -> int:
+        """Bytes of chunks that are kept."""
+        return int(self.max_host_bytes) // 4
+
+    @property
+    def rows(self) -> int:
+        """How many wanted rows are resolved at a time."""
+        return max(1 << 16, int(self.max_host_bytes) // 4)
 
 
 class Workers:
@@ -53,7 +97,7 @@ class Workers:
     """
 
     def __init__(
-        self, threads: int, budget_bytes: int = Store.budget_bytes, inline_bytes: int = Store.inline_bytes
+        self, threads: int, budget_bytes: int = Budget().tasks, inline_bytes: int = Store.inline_bytes
     ) -> None:
         self._threads = threads
         self._budget = budget_bytes
@@ -67,9 +111,10 @@ class Workers:
         self._failures: dict[int, BaseException] = {}
 
     @classmethod
-    def of(cls, store: Store) -> Self:
-        """As many as the calls of a store gain from."""
-        return cls(store.parallel, store.budget_bytes, store.inline_bytes)
+    def of(cls, store: Store, budget: Budget | None = None) -> Self:
+        """As many as the calls of a store gain from, with so many bytes as a read's budget allows."""
+        share = 1.0 if budget is None else budget.max_host_bytes / Budget().max_host_bytes
+        return cls(store.parallel, int(store.budget_bytes * share), store.inline_bytes)
 
     def submit(self, held_bytes: int, task: Task) -> None:
         """Have a task run soon; wait while the budget is used up.

@@ -14,6 +14,7 @@ import click
 from checkrun_format.cli.cat import cat
 from checkrun_format.cli.changes import changes
 from checkrun_format.cli.compact import compact
+from checkrun_format.cli.copy import copy
 from checkrun_format.cli.demo import demo
 from checkrun_format.cli.diff import diff
 from checkrun_format.cli.endings import Shell
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 _COMMANDS = (
-    *(cat, changes, compact, demo, diff, export, import_, info),
+    *(cat, changes, compact, copy, demo, diff, export, import_, info),
     *(ls, prune, quantize_report, rollback, tag, tree, verify),
 )
 for _command in _COMMANDS:

@@ -1,6 +1,6 @@
 """Rows of values to codes, qparams and exact rows, and back. Arrays in, arrays out."""
 
-from checkrun_format.quantize.decode import decode, decode_affine
+from checkrun_format.quantize.decode import decode, decode_affine, scatter_affine
 from checkrun_format.quantize.encode import ENCODERS, Encoder, encode, recorded_method
 from checkrun_format.quantize.engine import set_threads
 from checkrun_format.quantize.measure import mean_l2, sampled_l2
@@ -22,6 +22,7 @@ __all__ = [
     "narrow",
     "recorded_method",
     "sampled_l2",
+    "scatter_affine",
     "set_threads",
     "tune",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,16 +105,62 @@ def decode_affine(
     count = len(codes) if picked is None else len(picked)
     target = _checked_dest(dest, out, count)
     _check_out(out, count if dest is None else len(out), columns)
+
+    def decode_piece(piece: slice) -> None:
+        some = piece if picked is None else picked[piece]
+        at = piece if target is None else target[piece]
+        scatter_affine(codes, qparams, bits, columns, out, rows=some, dest=at)
+
+    engine.spread(decode_piece, count, columns)
+
+
+def scatter_affine(
+    codes: U8, qparams: Array, bits: int, columns: int, out: Array, *, rows: slice | Numbers, dest: slice | Numbers
+) -> None:
+    """`decode_affine` on this thread, for a caller who has checked what it gives: nothing is looked at twice.
+
+    Parameters
+    ----------
+    codes, qparams, bits, columns, out
+        As of `decode_affine`.
+    rows, dest : slice or int64 array (k,)
+        Which rows, and which rows of `out` they go to; slices have a start, a stop, and step 1.
+    """
+    count = dest.stop - dest.start if isinstance(dest, slice) else dest.size
     kernels = engine.kernels(count * columns)
     place = None if kernels is None else _place(out)
     if kernels is not None and place is not None:
-        kernel = kernels.compiled(kernels.decode_rows)
-        engine.spread(_CompiledDecoding(kernel, codes, qparams, bits, columns, place, picked, target), count, columns)
+        if isinstance(rows, slice) or not (codes.flags.c_contiguous and qparams.flags.c_contiguous):
+            codes, qparams, rows = np.ascontiguousarray(codes[rows]), np.ascontiguousarray(qparams[rows]), _NOTHING
+        halves, singles = _by_dtype(qparams)
+        begin, places = (place.step * dest.start, _NOTHING) if isinstance(dest, slice) else (0, dest)
+        kernels.compiled(kernels.decode_rows)(
+            codes.reshape(-1),
+            halves,
+            singles,
+            np.ascontiguousarray(rows),
+            columns,
+            bits,
+            (place.begin + begin, place.step),
+            np.ascontiguousarray(places),
+            *place.flats,
+            place.dtype == "bfloat16",
+        )
         return
     with np.errstate(all="ignore"):
         for piece in row_pieces(count, columns):
-            some = piece if picked is None else picked[piece]
-            out[piece if target is None else target[piece]] = _affine(unpack(codes[some], bits, columns), qparams[some])
+            some, at = _part(rows, piece), _part(dest, piece)
+            out[at] = _affine(unpack(codes[some], bits, columns), qparams[some])
+
+
+def _part(selection: slice | Numbers, piece: slice) -> slice | Numbers:
+    if isinstance(selection, slice):
+        return slice(selection.start + piece.start, selection.start + piece.stop)
+    return selection[piece]
+
+
+_NOTHING: Numbers = np.zeros(0, np.int64)
+_KINDS: dict[str, tuple[int, type[Any]]] = {"float32": (0, np.float32), "float64": (1, np.float64)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +171,14 @@ class _Place:
     dtype: str
     begin: int
     step: int
+
+    @property
+    def flats(self) -> list[Array]:
+        """The run as the one of three kinds that it is of, and nothing of the others."""
+        kind, viewed = _KINDS.get(self.dtype, (2, np.uint16))
+        flats: list[Array] = [np.empty(0, np.float32), np.empty(0, np.float64), np.empty(0, np.uint16)]
+        flats[kind] = self.flat.view(viewed)
+        return flats
 
 
 def _place(out: Array) -> _Place | None:
@@ -140,37 +193,12 @@ def _place(out: Array) -> _Place | None:
     return _Place(flat, out.dtype.name, 0 if across >= 0 else span, across // size)
 
 
-@dataclass(frozen=True, slots=True)
-class _CompiledDecoding:
-    """Decodes some of the rows to be decoded with the compiled kernel."""
-
-    kernel: Callable[..., None]
-    codes: U8
-    qparams: Array
-    bits: int
-    columns: int
-    place: _Place
-    picked: Numbers | None
-    target: Numbers | None
-
-    def __call__(self, piece: slice) -> None:
-        place, nothing = self.place, np.zeros(0, np.int64)
-        kind, viewed = {"float32": (0, np.float32), "float64": (1, np.float64)}.get(place.dtype, (2, np.uint16))
-        flats: list[Array] = [np.empty(0, np.float32), np.empty(0, np.float64), np.empty(0, np.uint16)]
-        flats[kind] = place.flat.view(viewed)
-        some = piece if self.picked is None else np.ascontiguousarray(self.picked[piece])
-        gathered = self.picked is not None and self.codes.flags.c_contiguous  # by the kernel
-        self.kernel(
-            np.ascontiguousarray(self.codes if gathered else self.codes[some]).reshape(-1),
-            self.qparams[some].astype(np.float32).reshape(-1),
-            some if gathered else nothing,
-            self.columns,
-            self.bits,
-            (place.begin + (place.step * piece.start if self.target is None else 0), place.step),
-            nothing if self.target is None else np.ascontiguousarray(self.target[piece]),
-            *flats,
-            place.dtype == "bfloat16",
-        )
+def _by_dtype(qparams: Array) -> tuple[Array, Array]:
+    """The bits of float16, and float32: one of them is empty."""
+    flat = qparams.reshape(-1)
+    if flat.dtype == np.float16:
+        return flat.view(np.uint16), np.empty(0, np.float32)
+    return np.empty(0, np.uint16), flat
 
 
 def nearest_codes(values: F32, qparams: Array, bits: int) -> U8:

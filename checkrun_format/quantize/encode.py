@@ -251,13 +251,7 @@ class _CompiledEncoding:
     codes: U8
     qparams: Array
 
-    def __call__(self, rows: slice) -> tuple[int, float]:
-        ready = self.job.values.flags.c_contiguous and self.job.dtype == "float32"
-        pieces = [rows] if ready else _pieces(rows, self.job.values.shape[1])  # what is converted stays in cache
-        told = [self._piece(piece) for piece in pieces]
-        return sum(exact for exact, _ in told), max(bound for _, bound in told)
-
-    def _piece(self, piece: slice) -> tuple[int, float]:
+    def __call__(self, piece: slice) -> tuple[int, float]:
         job, pairs = self.job, self.qparams[piece].reshape(-1)
         rows, half = len(pairs) // 2, pairs.dtype == np.float16
         flat, columns = self._float32(job.values[piece]).reshape(-1), job.values.shape[1]
@@ -287,10 +281,14 @@ class _CompiledEncoding:
 
     def _float32(self, values: Array) -> F32:
         if self.job.dtype not in _HALF_UNITS:
+            if values.dtype == np.float32 and values.flags.c_contiguous:
+                return values
+            converted = engine.scratch(values.size).reshape(values.shape)
             with np.errstate(all="ignore"):
-                return np.ascontiguousarray(values, dtype=np.float32)
+                converted[...] = values
+            return converted
         halves = np.ascontiguousarray(values, dtype=dtypes.logical(self.job.dtype))
-        wide = np.empty(values.shape, np.float32)
+        wide = engine.scratch(values.size).reshape(values.shape)
         self.widen(halves.view(np.uint16).reshape(-1), self.job.dtype == "bfloat16", wide.reshape(-1))
         return wide
 

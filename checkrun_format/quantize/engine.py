@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from checkrun_format.errors import InvalidInputError
 
@@ -18,12 +20,16 @@ T = TypeVar("T")
 
 KERNELS = "checkrun_format.quantize.kernels"
 
+LINE = 64
+"""Bytes of a cache line, and of its alignment."""
+
 COMPILED_FROM = 1 << 16
 """Elements from which on it pays to load the compiled kernels, if nothing has loaded them yet."""
 
 _TASK_ELEMENTS = 1 << 19
 """Elements of one task: 2 MiB of float32."""
 
+_own = threading.local()
 _threads: int | None = None
 _pool: ThreadPoolExecutor | None = None
 
@@ -79,6 +85,14 @@ def spread(task: Callable[[slice], T], rows: int, columns: int) -> list[T]:
     rest = [task(piece) for piece in slices[len(futures) :]]
     wait(futures)  # nobody writes into the caller's memory after this returns
     return [*(future.result() for future in futures), *rest]
+
+
+def scratch(elements: int) -> npt.NDArray[np.float32]:
+    """Memory for so many float32 numbers, good until this thread's next call; new memory would cost its first touch."""
+    if getattr(_own, "scratch", np.empty(0)).size < elements:
+        _own.scratch = np.empty(elements, np.float32)
+    found: npt.NDArray[np.float32] = _own.scratch[:elements]
+    return found
 
 
 def _executor() -> ThreadPoolExecutor:

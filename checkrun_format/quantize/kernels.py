@@ -8,7 +8,7 @@ nothing is contracted to a fused multiply-add (DEC-1) nor summed in another orde
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -17,7 +17,9 @@ from numba import types
 from numba.extending import register_jitable
 
 from checkrun_format.quantize import lanes
-from checkrun_format.quantize.lanes import LANES
+from checkrun_format.quantize.engine import LINE
+from checkrun_format.quantize.lanes import HAS_HALVES, LANES, ROWS
+from checkrun_format.quantize.lines import put_line, settle, whole_lines
 from checkrun_format.quantize.trials import NARROWEST, RISK
 
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
@@ -27,11 +29,13 @@ BLOCK = 4096
 """Elements of one block: 16 KiB of float32."""
 
 
-def _given(dtype: Any) -> types.Array:
+def given(dtype: Any) -> types.Array:
+    """The type of an array that a kernel reads."""
     return types.Array(dtype, 1, "C", readonly=True)
 
 
-def _filled(dtype: Any) -> types.Array:
+def filled(dtype: Any) -> types.Array:
+    """The type of an array that a kernel writes."""
     return types.Array(dtype, 1, "C")
 
 
@@ -39,32 +43,38 @@ _SINGLE, _BYTE, _SIZE = types.float32, types.uint8, types.int64
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "measure_rows": (
-        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[_filled(_SINGLE)] * 4, *[_filled(_BYTE)] * 2,
+        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[filled(_SINGLE)] * 4, *[filled(_BYTE)] * 2,
     ),
     "search_rows": (
-        _given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, _given(_SINGLE), *[_filled(_SINGLE)] * 4,
-        _filled(_BYTE),
+        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, given(_SINGLE), *[filled(_SINGLE)] * 4,
+        filled(_BYTE),
     ),
     "write_rows": (
-        _given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[_filled(_SINGLE)] * 4,
-        *[_filled(_BYTE)] * 3, _filled(types.uint32), _filled(types.uint64),
+        given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[filled(_SINGLE)] * 4,
+        *[filled(_BYTE)] * 3, filled(types.uint32), filled(types.uint64),
     ),
     "decode_rows": (
-        _given(_BYTE), _given(_SINGLE), _given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2), _given(_SIZE),
-        _filled(_SINGLE), _filled(types.float64), _filled(types.uint16), types.boolean,
+        given(_BYTE), given(types.uint16), given(_SINGLE), given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2),
+        given(_SIZE),
+        filled(_SINGLE), filled(types.float64), filled(types.uint16), types.boolean,
     ),
-    "widen_rows": (_given(types.uint16), types.boolean, _filled(_SINGLE)),
+    "widen_rows": (given(types.uint16), types.boolean, filled(_SINGLE)),
 }  # fmt: skip
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this module, compiled, by way of the cache on disk where there is room for one."""
-    signature, options = _SIGNATURES[function.__name__], {"nogil": True, "error_model": "numpy"}
+    """A function of this module, compiled."""
+    return compiled_as(function, [_SIGNATURES[function.__name__]])
+
+
+def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ...]]) -> Callable[..., Any]:
+    """A function compiled for these types, by way of the cache on disk where there is room for one."""
+    options = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(signature, cache=True, **options)(function)
+        return numba.njit(list(signatures), cache=True, **options)(function)
     except (OSError, RuntimeError):  # no folder for the cache, or none that can be written
-        return numba.njit(signature, **options)(function)
+        return numba.njit(list(signatures), **options)(function)
 
 
 # ---- encoding
@@ -216,7 +226,7 @@ def _to_halves(values, out):
 
 
 def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
-    """`refine` or `greedy`: better scale and bias for those rows where it finds them; eight rows at a time.
+    """`refine` or `greedy`: better scale and bias for those rows where it finds them; many rows at a time.
 
     Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
     step and the number of steps.
@@ -227,13 +237,18 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
     error = np.empty(rows, F32)
     for r in range(rows):
         inverse[r] = F32(top / F32(high[r] - low[r]))
+    these = np.empty(LANES, np.int64)
     for start in range(0, rows, LANES):
         count = min(LANES, rows - start)
-        _normalize(flat, columns, start, count, low, inverse, values)
+        for l in range(LANES):
+            these[l] = min(start + l, rows - 1)
+        _normalize(flat, columns, these, low, inverse, values)
         if greedily:
             lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
-        else:
+        elif bits <= 4:
             lanes_refine(values, columns, top, options, options.size // 2, found)
+        else:
+            lanes_refine_by_rests(values, columns, top, options, options.size // 2, found)
         for l in range(count):
             origin[start + l] = found[l]
             width[start + l] = found[LANES + l]
@@ -264,47 +279,55 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
 
 
 lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
-lanes_normalize = lanes.normalize
+lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
+lanes_widen, lanes_narrow = lanes.widen, lanes.narrow
+lanes_codes, lanes_values, lanes_halves = lanes.codes_of_row, lanes.values_of_row, lanes.halves_of_row
 
 
 @register_jitable
-def _normalize(flat, columns, start, count, low, inverse, values):
-    """Rows to lanes, in steps of `minmax`; lanes without a row are 0."""
-    done, given = 0, np.zeros(2 * LANES, F32)
-    for l in range(count):
-        given[l] = low[start + l]
-        given[LANES + l] = inverse[start + l]
-    if count == LANES:
-        lanes_normalize(flat, start * columns, columns, columns // LANES, given, values)
-        done = columns // LANES * LANES
-    else:
-        values[: columns * LANES] = F32(0)
-    for j in range(done, columns):
-        for l in range(count):
-            values[j * LANES + l] = F32(F32(flat[(start + l) * columns + j] - given[l]) * given[LANES + l])
+def _normalize(flat, columns, these, low, inverse, values):
+    """LANES rows to lanes, in steps of `minmax`."""
+    given, starts = np.empty(2 * LANES, F32), np.empty(LANES, np.int64)
+    for l in range(LANES):
+        r = these[l]
+        starts[l] = r * columns
+        given[l] = low[r]
+        given[LANES + l] = inverse[r]
+    for begin in range(0, LANES, ROWS):
+        part = values[begin * columns : (begin + ROWS) * columns]
+        if columns >= ROWS:
+            lanes_normalize(flat, starts[begin:], columns, given[begin:], part)
+            continue
+        for j in range(columns):
+            for l in range(ROWS):
+                n = begin + l
+                part[j * ROWS + l] = F32(F32(flat[starts[n] + j] - given[n]) * given[LANES + n])
 
 
 @register_jitable
 def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
     """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
-    given, errors = np.ones(2 * LANES, F32), np.empty(2 * LANES, F32)
-    for start in range(0, better.size, LANES):
-        count = min(LANES, better.size - start)
-        risky = False
-        for r in range(start, start + count):
-            risky |= better[r] == 2
-        if not risky:
+    given, errors = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
+    these = np.empty(LANES, np.int64)
+    count = 0
+    for r in range(better.size):
+        if better[r] == 2:
+            these[count] = r
+            count += 1
+        if count == 0 or (count < LANES and r < better.size - 1):
             continue
-        _normalize(flat, columns, start, count, low, inverse, values)
+        for l in range(count, LANES):
+            these[l] = these[0]
+        _normalize(flat, columns, these, low, inverse, values)
         for which in range(2):
-            for l in range(count):
-                r = start + l
-                given[l] = F32(F32((new_bias[r] if which else bias[r]) - low[r]) * inverse[r])
-                given[LANES + l] = F32((new_scale[r] if which else scale[r]) * inverse[r])
+            for l in range(LANES):
+                n = these[l]
+                given[l] = F32(F32((new_bias[n] if which else bias[n]) - low[n]) * inverse[n])
+                given[LANES + l] = F32((new_scale[n] if which else scale[n]) * inverse[n])
             lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :])
         for l in range(count):
-            if better[start + l] == 2:
-                better[start + l] = U8(errors[LANES + l] <= errors[l])
+            better[these[l]] = U8(errors[LANES + l] <= errors[l])
+        count = 0
 
 
 @register_jitable
@@ -371,6 +394,10 @@ def _add_halves(values, exact, pairs, shift):
 
 @register_jitable
 def _codes(flat, columns, rows, scale, bias, top, out, stride):
+    if columns >= ROWS:
+        for r in range(rows):
+            lanes_codes(flat, r * columns, columns, scale[r], bias[r], top, out, r * stride)
+        return
     for r in range(rows):
         row = flat[r * columns : (r + 1) * columns]
         line = out[r * stride : r * stride + columns]
@@ -444,16 +471,16 @@ def _folded(w, b):
 # ---- decoding
 
 
-def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, single, double, half, brain):
+def decode_rows(codes, halves, singles, positions, columns, bits, rows_out, places, single, double, half, brain):
     """Decode rows into that one of three destinations which is not empty (DEC-1, DEC-2).
 
     Parameters
     ----------
     codes : uint8 array (n * packed width,)
-    qparams : float32 array (2k,)
-        Of the k rows to be decoded.
+    halves, singles : uint16 and float32 array (2n,)
+        That of them which is not empty has the qparams, as the bits of float16 or as float32.
     positions : int64 array
-        Where their codes are; empty: in order.
+        Which of the n rows; empty: all, in order.
     columns, bits : int
     rows_out : tuple of two int
         Where the first row begins in the destination, and how far it is to the next.
@@ -466,56 +493,117 @@ def decode_rows(codes, qparams, positions, columns, bits, rows_out, places, sing
         Which of the two.
     """
     width = (columns * bits + 7) // 8
-    rows = qparams.size // 2
+    rows = positions.size or (halves.size + singles.size) // 2
     size = max(1, min(rows, BLOCK // columns))
     stride = columns if bits == 8 else width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
-    buffer = np.empty(size * stride, U8)
-    scale, bias, at = np.empty(size, F32), np.empty(size, F32), np.empty(size, np.int64)
+    buffer, at = np.empty(size * stride, U8), np.empty(size, np.int64)
+    packed = np.empty((size * width + 7) // 8, U64).view(U8)
+    pairs, wide = np.empty(2 * size, U16), np.empty(2 * size, F32)
     begin, step = rows_out
-    values = np.empty(size * columns if half.size else 0, F32)
+    in_lines = places.size > 0 and whole_lines(single, begin, step, columns)
+    values = np.empty(size * columns if half.size else columns, F32)
     lifted = np.empty(values.size, F32)
     for start in range(0, rows, size):
         count = min(size, rows - start)
-        for k in range(count):
-            scale[k], bias[k] = qparams[2 * (start + k)], qparams[2 * (start + k) + 1]
         if positions.size:
-            for k in range(count):
-                n = positions[start + k]
-                _unpack(codes[n * width : (n + 1) * width], 1, columns, bits, buffer[k * stride : (k + 1) * stride])
+            some = positions[start : start + count]
+            _gather(codes, width, some, packed)
+            _unpack(packed[: count * width], count, columns, bits, buffer)
+            _gather_pairs(halves, some, pairs)
+            _gather_pairs(singles, some, wide)
         else:
             _unpack(codes[start * width : (start + count) * width], count, columns, bits, buffer)
+            _copy(halves[2 * start :], pairs[: 2 * count])
+            _copy(singles[2 * start :], wide[: 2 * count])
+        if halves.size:
+            _widen(pairs[: 2 * count], brain=False, out=wide)
         for k in range(count):
             at[k] = begin + step * (places[start + k] if places.size else start + k)
-        if single.size:
-            _affine_single(buffer, stride, columns, count, scale, bias, at, single)
+        if in_lines:
+            _affine_lines(buffer, stride, columns, count, wide, at, single, values)
+        elif single.size:
+            _affine_single(buffer, stride, columns, count, wide, at, single)
         elif double.size:
-            _affine_double(buffer, stride, columns, count, scale, bias, at, double)
+            _affine_double(buffer, stride, columns, count, wide, at, double)
         else:
-            _affine_half(buffer, stride, columns, count, scale, bias, at, half, brain, values, lifted)
+            _affine_half(buffer, stride, columns, count, wide, at, half, brain, values, lifted)
+    settle()
 
 
 @register_jitable
-def _affine_single(codes, stride, columns, rows, scale, bias, at, out):
+def _gather(codes, width, positions, out):
+    """Packed rows, one after another."""
+    if width % 8 == 0:
+        given_words, words, size = codes.view(U64), out.view(U64), width // 8
+        for k in range(positions.size):
+            row, line = given_words[positions[k] * size :], words[k * size : (k + 1) * size]
+            for w in range(size):
+                line[w] = row[w]
+    else:
+        for k in range(positions.size):
+            row, line = codes[positions[k] * width :], out[k * width : (k + 1) * width]
+            for w in range(width):
+                line[w] = row[w]
+
+
+@register_jitable
+def _gather_pairs(pairs, positions, out):
+    if pairs.size:
+        for k in range(positions.size):
+            out[2 * k], out[2 * k + 1] = pairs[2 * positions[k]], pairs[2 * positions[k] + 1]
+
+
+@register_jitable
+def _copy(source, out):
+    for k in range(min(source.size, out.size)):
+        out[k] = source[k]
+
+
+@register_jitable
+def _affine_lines(codes, stride, columns, rows, pairs, at, out, values):
+    """`_affine_single` for rows that are whole lines and far from one another.
+
+    Nothing in the loop may count references: that is atomic, and would wait for the lines.
+    """
+    for k in range(rows):
+        row = codes[k * stride : k * stride + columns]
+        s, b = pairs[2 * k], pairs[2 * k + 1]
+        for j in range(columns):
+            values[j] = F32(F32(F32(row[j]) * s) + b)
+        for j in range(0, columns, LINE // 4):
+            put_line(out, at[k] + j, values, j)
+
+
+@register_jitable
+def _affine_single(codes, stride, columns, rows, pairs, at, out):
+    if columns >= ROWS:
+        for k in range(rows):
+            lanes_values(codes, k * stride, columns, pairs[2 * k], pairs[2 * k + 1], F32(0), out, at[k])
+        return
     for k in range(rows):
         row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
-        s, b = scale[k], bias[k]
+        s, b = pairs[2 * k], pairs[2 * k + 1]
         for j in range(columns):
             line[j] = F32(F32(F32(row[j]) * s) + b)
 
 
 @register_jitable
-def _affine_double(codes, stride, columns, rows, scale, bias, at, out):
+def _affine_double(codes, stride, columns, rows, pairs, at, out):
     for k in range(rows):
         row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
-        s, b = scale[k], bias[k]
+        s, b = pairs[2 * k], pairs[2 * k + 1]
         for j in range(columns):
             line[j] = F64(F32(F32(F32(row[j]) * s) + b))
 
 
 @register_jitable
-def _affine_half(codes, stride, columns, rows, scale, bias, at, out, brain, values, lifted):
+def _affine_half(codes, stride, columns, rows, pairs, at, out, brain, values, lifted):
+    if HAS_HALVES and not brain and columns >= ROWS:
+        for k in range(rows):
+            lanes_halves(codes, k * stride, columns, pairs[2 * k], pairs[2 * k + 1], F32(0), out, at[k])
+        return
     start = np.arange(rows) * columns
-    _affine_single(codes, stride, columns, rows, scale, bias, start, values)
+    _affine_single(codes, stride, columns, rows, pairs, start, values)
     together = True
     for k in range(1, rows):
         together &= at[k] - at[k - 1] == columns
@@ -599,6 +687,10 @@ def _narrow(line, brain, lifted, out):
             quiet = U32(U32(b >> U32(16)) | U32(0x40))
             out[j] = U16(quiet if U32(b & U32(0x7FFFFFFF)) > U32(0x7F800000) else rounded)
         return
+    if HAS_HALVES:
+        done = line.size // ROWS * ROWS
+        lanes_narrow(line, out, line.size // ROWS)
+        line, bits, out = line[done:], bits[done:], out[done:]
     for j in range(line.size):
         lifted[j] = F32(abs(line[j]) + F32(0.5))  # floats there are 2^-24 apart, as are subnormal halves
     small = lifted.view(I32)
@@ -614,11 +706,20 @@ def _narrow(line, brain, lifted, out):
 
 def widen_rows(halves, brain, out):
     """float16 or bfloat16, by their bits, as float32."""
+    _widen(halves, brain, out)
+
+
+@register_jitable
+def _widen(halves, brain, out):
     bits = out.view(I32)
     if brain:
         for j in range(halves.size):
             bits[j] = I32(halves[j]) << I32(16)
         return
+    if HAS_HALVES:
+        done = halves.size // ROWS * ROWS
+        lanes_widen(halves, out, halves.size // ROWS)
+        halves, bits, out = halves[done:], bits[done:], out[done:]
     for j in range(halves.size):
         h = I32(halves[j])
         bits[j] = I32(I32(h & I32(0x7FFF)) << I32(13))

@@ -1,9 +1,9 @@
-"""The searches of `refine` and `greedy` for eight rows at a time, rows as lanes of vectors; for `kernels`.
+"""The searches of `refine` and `greedy` for sixteen rows at a time, rows as lanes of vectors; for `kernels`.
 
 Sums over the columns of a row must not be reordered, so it is rows that are computed side by side. numba would keep
 the sums of such loops in memory; written as vectors of LLVM they stay in registers, which is twice as fast and
 compiles several times faster. LLVM splits vectors that are wider than the machine's, on any machine. The formulas are
-those of `refine` and `greedy`, which explain them; nothing is contracted.
+those of `refine` and `greedy`, which explain them; what is fused there is fused here, and nothing else.
 
 numba keeps what it compiled until kernels.py changes: touch that file after a change in this one, or in `trials`.
 """
@@ -12,23 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 8
+ROWS = 16
+"""Rows whose columns lie side by side, a vector of the widest machines."""
+
+LANES = 2 * ROWS
+"""Rows of a search: while one half waits for its sums, the other one adds."""
 
 _INDEX, _INT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+_VECTOR, _HALF = ir.VectorType(_FLOAT, LANES), ir.VectorType(_FLOAT, ROWS)
 _UNDEFINED = ir.Constant(_VECTOR, ir.Undefined)
 
 
 @dataclass(frozen=True, slots=True)
 class _Vector:
-    """Eight float32 numbers, one of each row."""
+    """float32 numbers, one of each row."""
 
     builder: Any
     value: Any
@@ -73,6 +79,12 @@ class _Vector:
         )
         return _Vector(self.builder, self.builder.call(function, [self.value]))
 
+    def times_plus(self, factor: _Vector, added: _Vector) -> _Vector:
+        """A fused multiply-add."""
+        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32")
+        return _Vector(self.builder, self.builder.call(function, [self.value, factor.value, added.value]))
+
     def reciprocal(self) -> _Vector:
         return self._like(1.0) / self
 
@@ -97,7 +109,7 @@ class _Variable:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Eight rows, column after column, and 2^bits - 1."""
+    """Two times ROWS rows, each time column after column; and 2^bits - 1."""
 
     builder: Any
     data: Any
@@ -115,58 +127,71 @@ class _Rows:
     def count(self) -> _Vector:
         return self.everywhere(self.builder.sitofp(self.columns, _FLOAT))
 
-    def codes(self, value: _Vector, origin: _Vector, inverse: _Vector) -> _Vector:
+    def codes(self, steps: _Vector) -> _Vector:
         """The nearest codes; 0 for NaN."""
-        return ((value - origin) * inverse).at_least(0.0).at_most(self.top).called("rint")
+        return steps.at_least(0.0).at_most(self.top).called("rint")
 
-    def sums(self, body: Callable[[_Vector], Sequence[_Vector]], count: int) -> list[_Vector]:
-        """The sums of what `body` makes of each column."""
-        totals = [_Variable.of(self.constant(0.0)) for _ in range(count)]
+    def _column(self, index: Any) -> _Vector:
+        b = self.builder
+        places = (b.gep(self.data, [at]) for at in (index, b.add(index, self.columns)))
+        halves = [b.load(place, align=4) for place in places]
+        every = ir.Constant(ir.VectorType(_INT, LANES), list(range(LANES)))
+        return _Vector(b, b.shuffle_vector(*halves, every))
+
+    def fold(self, body: Callable[[_Vector, list[_Vector]], Sequence[_Vector]], count: int) -> list[_Vector]:
+        """Sums from 0 on, after `body` has made of each column and the sums so far the next ones."""
+        sums = [_Variable.of(self.constant(0.0)) for _ in range(count)]
         with cgutils.for_range(self.builder, self.columns) as loop:
-            place = self.builder.gep(self.data, [loop.index])
-            for total, value in zip(
-                totals, body(_Vector(self.builder, self.builder.load(place, align=4))), strict=True
-            ):
-                total.set(total.get() + value)
-        return [total.get() for total in totals]
+            value = self._column(loop.index)
+            for old, new in zip(sums, body(value, [total.get() for total in sums]), strict=True):
+                old.set(new)
+        return [total.get() for total in sums]
 
     def squared_error(self, origin: _Vector, width: _Vector) -> _Vector:
-        inverse = width.reciprocal()
+        inverse, back = width.reciprocal(), self.constant(0.0) - width
 
-        def body(value: _Vector) -> Sequence[_Vector]:
-            error = value - (self.codes(value, origin, inverse) * width + origin)
-            return [error * error]
+        def body(value: _Vector, sums: list[_Vector]) -> Sequence[_Vector]:
+            above = value - origin
+            error = self.codes(above * inverse).times_plus(back, above)
+            return [error.times_plus(error, sums[0])]
 
-        return self.sums(body, 1)[0]
+        return self.fold(body, 1)[0]
 
 
-def _refine(rows: _Rows, options: Any, moves: Any) -> Sequence[_Vector]:
-    b, top, n = rows.builder, rows.top, rows.count()
+def _refine(rows: _Rows, options: Any, moves: Any, *, by_rests: bool) -> Sequence[_Vector]:
+    b, top, part = rows.builder, rows.top, rows.count().reciprocal()
 
     def option(index: Any) -> _Vector:
         return rows.everywhere(b.load(b.gep(options, [index])))
 
-    (total,) = rows.sums(lambda value: [value], 1)
-    mean = total / n
+    if by_rests:
+        (total,) = rows.fold(lambda value, sums: [sums[0] + value], 1)
+    else:
+        total, squares = rows.fold(lambda value, sums: [sums[0] + value, value.times_plus(value, sums[1])], 2)
+    mean = total * part
     origin, width, best = (_Variable.of(rows.constant(start)) for start in (0.0, 1.0, float("inf")))
 
     def attempt(start: _Vector, size: _Vector) -> None:
         inverse = size.reciprocal()
+        shift = rows.constant(0.0) - start * inverse
 
-        def body(value: _Vector) -> Sequence[_Vector]:
-            code = rows.codes(value, start, inverse)
-            rest = value - code
-            return code, code * code, rest * code, rest * rest
+        def body(value: _Vector, sums: list[_Vector]) -> Sequence[_Vector]:
+            code = rows.codes(value.times_plus(inverse, shift))
+            told = [sums[0] + code, code.times_plus(code, sums[1])]
+            if by_rests:
+                rest = value - code
+                return [*told, rest.times_plus(code, sums[2]), rest.times_plus(rest, sums[3])]
+            return [*told, value.times_plus(code, sums[2])]
 
-        codes, codes_squared, rests_codes, rests_squared = rows.sums(body, 4)
-        rests = total - codes
-        mean_code = codes / n
+        codes, codes_squared, products, *squared = rows.fold(body, 4 if by_rests else 3)
+        mean_code = codes * part
         variance = codes_squared - codes * mean_code
-        covariance = rests_codes - rests * mean_code
+        others = total - codes if by_rests else total
+        covariance = products - others * mean_code
         varied = rows.constant(0.0).less(variance)
         slope = (covariance / variance).where(varied, 0.0)
-        error = rests_squared - rests * (rests / n) - covariance * slope
-        fitted = (rows.constant(1.0) + slope).where(varied, size)
+        error = (squared[0] if by_rests else squares) - others * (others * part) - covariance * slope
+        fitted = (rows.constant(1.0) + slope if by_rests else slope).where(varied, size)
         less = error.less(best.get())
         best.set(error.where(less, best.get()))
         origin.set((mean - fitted * mean_code).where(less, origin.get()))
@@ -214,8 +239,8 @@ def _search(find: Callable[[_Rows, Any, Any], Sequence[_Vector]]) -> Any:
                 array = context.make_array(signature.args[index])(context, builder, arguments[index])
                 return builder.bitcast(array.data, kind.as_pointer())
 
-            rows = _Rows(builder, data(0), arguments[1], _Vector(builder, _UNDEFINED))
-            rows = _Rows(builder, data(0), arguments[1], rows.everywhere(arguments[2]))
+            rows = _Rows(builder, data(0, _HALF), arguments[1], _Vector(builder, _UNDEFINED))
+            rows = _Rows(builder, data(0, _HALF), arguments[1], rows.everywhere(arguments[2]))
             for index, vector in enumerate(find(rows, data(3, _FLOAT), arguments[4])):
                 place = builder.gep(data(5), [ir.Constant(_INDEX, index)])
                 builder.store(vector.value, place, align=4)
@@ -226,7 +251,8 @@ def _search(find: Callable[[_Rows, Any, Any], Sequence[_Vector]]) -> Any:
     return intrinsic(search)
 
 
-refine = _search(_refine)
+refine = _search(partial(_refine, by_rests=False))
+refine_by_rests = _search(partial(_refine, by_rests=True))
 greedy = _search(_greedy)
 squared_error = _search(lambda rows, options, count: _given_error(rows, options))
 
@@ -242,10 +268,11 @@ def _given_error(rows: _Rows, options: Any) -> Sequence[_Vector]:
 
 
 @intrinsic
-def normalize(_: Any, flat: Any, start: Any, columns: Any, blocks: Any, given: Any, values: Any) -> Any:
-    """The first LANES * `blocks` columns of rows, the first of which begins at `start`: (x - low) * inverse.
+def normalize(_: Any, flat: Any, starts: Any, columns: Any, given: Any, values: Any) -> Any:
+    """ROWS rows of at least ROWS columns, each of which begins at its entry of `starts`: (x - low) * inverse.
 
-    `given` holds low and inverse of each row, `values` receives column after column.
+    `given` holds low ends and, LANES further on, inverses; `values` receives column after column. The last columns are
+    dealt with twice where ROWS does not divide their number.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -253,40 +280,136 @@ def normalize(_: Any, flat: Any, start: Any, columns: Any, blocks: Any, given: A
             return context.make_array(signature.args[index])(context, builder, arguments[index]).data
 
         def vectors(pointer: Any) -> Any:
-            return builder.bitcast(pointer, _VECTOR.as_pointer())
+            return builder.bitcast(pointer, _HALF.as_pointer())
 
-        def loaded(index: int) -> _Vector:
-            place = builder.gep(vectors(data(4)), [ir.Constant(_INDEX, index)])
-            return _Vector(builder, builder.load(place, align=4))
-
-        source, target, low, inverse = data(0), vectors(data(5)), loaded(0), loaded(1)
-        with cgutils.for_range(builder, arguments[3]) as loop:
-            column = builder.mul(loop.index, ir.Constant(_INDEX, LANES))
-            first = builder.add(arguments[1], column)
-            rows = []
-            for row in range(LANES):
-                at = builder.add(first, builder.mul(arguments[2], ir.Constant(_INDEX, row)))
-                rows.append(builder.load(vectors(builder.gep(source, [at])), align=4))
+        source, target = data(0), vectors(data(4))
+        low, inverse = (
+            builder.load(builder.gep(vectors(data(3)), [ir.Constant(_INDEX, index)]), align=4) for index in (0, 2)
+        )
+        places = [builder.load(builder.gep(data(1), [ir.Constant(_INDEX, row)])) for row in range(ROWS)]
+        lanes = ir.Constant(_INDEX, ROWS)
+        blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), lanes)
+        last = builder.sub(arguments[2], lanes)
+        with cgutils.for_range(builder, blocks) as loop:
+            column = builder.mul(loop.index, lanes)
+            column = builder.select(builder.icmp_signed("<", column, last), column, last)
+            rows = [
+                builder.load(vectors(builder.gep(source, [builder.add(place, column)])), align=4) for place in places
+            ]
             for index, vector in enumerate(_transposed(builder, rows)):
                 place = builder.gep(target, [builder.add(column, ir.Constant(_INDEX, index))])
-                builder.store(((_Vector(builder, vector) - low) * inverse).value, place, align=4)
+                builder.store(builder.fmul(builder.fsub(vector, low), inverse), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(flat, start, columns, blocks, given, values), generate
+    return types.void(flat, starts, columns, given, values), generate
 
 
 def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
     """Swap, for each bit of an index, what lies apart by it in rows and in lanes."""
-    distance = LANES // 2
+    distance = ROWS // 2
     while distance:
-        near = [n if not n & distance else LANES + (n ^ distance) for n in range(LANES)]
-        far = [n | distance if not n & distance else LANES + n for n in range(LANES)]
-        masks = [ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (near, far)]
+        near = [n if not n & distance else ROWS + (n ^ distance) for n in range(ROWS)]
+        far = [n | distance if not n & distance else ROWS + n for n in range(ROWS)]
+        masks = [ir.Constant(ir.VectorType(_INT, ROWS), mask) for mask in (near, far)]
         swapped = list(vectors)
-        for row in range(LANES):
+        for row in range(ROWS):
             if not row & distance:
                 pair = vectors[row], vectors[row | distance]
                 swapped[row] = builder.shuffle_vector(*pair, masks[0])
                 swapped[row | distance] = builder.shuffle_vector(*pair, masks[1])
         vectors, distance = swapped, distance // 2
     return vectors
+
+
+_BYTES, _INTS = ir.VectorType(ir.IntType(8), ROWS), ir.VectorType(_INT, ROWS)
+
+
+def _by_row(convert: Callable[[Any, Any, Sequence[Any]], Any], given: Any, made: Any) -> Any:
+    """A function `f(source, start, columns, one, two, three, target, begin)` of a row of at least ROWS columns.
+
+    `convert` makes of ROWS elements, and of the three float32 numbers in vectors, those of the target. The last columns
+    are dealt with twice where ROWS does not divide their number.
+    """
+
+    def by_row(  # noqa: PLR0917
+        _: Any, source: Any, start: Any, columns: Any, one: Any, two: Any, three: Any, target: Any, begin: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            def pointer(index: int, at: Any, kind: Any) -> Any:
+                array = context.make_array(signature.args[index])(context, builder, arguments[index])
+                return builder.bitcast(builder.gep(array.data, [at]), kind.as_pointer())
+
+            numbers = [_spread(builder, arguments[n]) for n in (3, 4, 5)]
+            rows = ir.Constant(_INDEX, ROWS)
+            blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), rows)
+            last = builder.sub(arguments[2], rows)
+            with cgutils.for_range(builder, blocks) as loop:
+                column = builder.mul(loop.index, rows)
+                column = builder.select(builder.icmp_signed("<", column, last), column, last)
+                values = builder.load(pointer(0, builder.add(arguments[1], column), given), align=1)
+                place = pointer(6, builder.add(arguments[7], column), made)
+                builder.store(convert(builder, values, numbers), place, align=1)
+            return context.get_dummy_value()
+
+        return types.void(source, start, columns, one, two, three, target, begin), generate
+
+    return intrinsic(by_row)
+
+
+def _spread(builder: Any, scalar: Any) -> Any:
+    undefined = ir.Constant(_HALF, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * ROWS))
+
+
+def _code(builder: Any, values: Any, numbers: Sequence[Any]) -> Any:
+    """The nearest code to each value, by scale, bias and 2^bits - 1; 0 for NaN."""
+    scale, bias, top = numbers
+    zero = ir.Constant(_HALF, [0.0] * ROWS)
+    steps = builder.fdiv(builder.fsub(values, bias), scale)
+    steps = builder.select(builder.fcmp_ordered(">", steps, zero), steps, zero)
+    steps = builder.select(builder.fcmp_ordered("<", steps, top), steps, top)
+    kind = ir.FunctionType(_HALF, [_HALF])
+    rint = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{ROWS}f32")
+    return builder.trunc(builder.fptosi(builder.call(rint, [steps]), _INTS), _BYTES)
+
+
+def _value(builder: Any, codes: Any, numbers: Sequence[Any]) -> Any:
+    """float32(code) * scale, rounded, + bias, rounded (DEC-1)."""
+    product = builder.fmul(builder.sitofp(builder.zext(codes, _INTS), _HALF), numbers[0])
+    return builder.fadd(product, numbers[1])
+
+
+HAS_HALVES = any(llvm.get_host_cpu_features().get(name, False) for name in ("f16c", "fullfp16"))
+"""Whether the machine converts float16 itself; where it does not, LLVM would call what is not there."""
+
+_HALVES = ir.VectorType(ir.HalfType(), ROWS)
+
+
+def _converted(convert: Callable[[Any, Any], Any], given: Any, made: Any) -> Any:
+    """A function `f(source, target, blocks)` that converts vectors of ROWS elements."""
+
+    def converted(_: Any, source: Any, target: Any, blocks: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            def data(index: int, kind: Any) -> Any:
+                array = context.make_array(signature.args[index])(context, builder, arguments[index])
+                return builder.bitcast(array.data, kind.as_pointer())
+
+            with cgutils.for_range(builder, arguments[2]) as loop:
+                values = builder.load(builder.gep(data(0, given), [loop.index]), align=2)
+                builder.store(convert(builder, values), builder.gep(data(1, made), [loop.index]), align=2)
+            return context.get_dummy_value()
+
+        return types.void(source, target, blocks), generate
+
+    return intrinsic(converted)
+
+
+widen = _converted(lambda builder, values: builder.fpext(values, _HALF), _HALVES, _HALF)
+narrow = _converted(lambda builder, values: builder.fptrunc(values, _HALVES), _HALF, _HALVES)
+
+codes_of_row = _by_row(_code, _HALF, _BYTES)
+values_of_row = _by_row(_value, _BYTES, _HALF)
+halves_of_row = _by_row(
+    lambda builder, codes, numbers: builder.fptrunc(_value(builder, codes, numbers), _HALVES), _BYTES, _HALVES
+)

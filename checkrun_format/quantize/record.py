@@ -101,7 +101,7 @@ def nan_rows(marks: Array, count: int) -> npt.NDArray[np.int64]:
     """Positions of the NaN in `marks` (n,), of which there are `count`: the exact rows, by EXA-1 and RAW-1."""
     index = np.empty(count, np.int64)
     found = 0
-    for piece in row_pieces(len(marks), 1):
+    for piece in row_pieces(len(marks) if count else 0, 1):
         here = np.flatnonzero(np.isnan(marks[piece]))
         index[found : found + len(here)] = here
         index[found : found + len(here)] += piece.start

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from checkrun_format.packing import U8
 from checkrun_format.quantize.decode import F32
 from checkrun_format.quantize.record import Array
-from checkrun_format.quantize.search import codes_of, searched
+from checkrun_format.quantize.search import codes_of, fused, searched
 from checkrun_format.quantize.trials import moves
 
 
@@ -29,31 +29,38 @@ def refine(values: F32, low: F32, high: F32, bits: int, qparams_dtype: str) -> t
 
 
 def _find(columns: F32, top: np.float32, *, trials: F32) -> tuple[F32, F32, F32]:
-    """Origin and width of a step, and the squared error, in steps of `minmax`."""
-    count = np.float32(len(columns))
-    total = np.zeros(columns.shape[1], np.float32)
+    """Origin and width of a step, and the squared error, in steps of `minmax`.
+
+    Up to 4 bits the regression is of the values on the codes. The squares of larger codes would hide small errors in
+    their rounding: there it is of what is left of the values, which are near the codes.
+    """
+    by_rests = top > 15
+    part = np.reciprocal(np.float32(len(columns)))
+    total, squares = np.zeros((2, columns.shape[1]), np.float32)
     for column in columns:
-        total += column
-    mean = total / count
+        total = total + column
+        squares = fused(column, column, squares)
+    mean = total * part
 
     def trial(origin: F32, width: F32) -> tuple[F32, F32, F32]:
         """Origin, width and squared error by the regression on the codes."""
-        codes, codes_squared, rests_codes, rests_squared = np.zeros((4, len(mean)), np.float32)
+        codes, codes_squared, products, squared = np.zeros((4, len(mean)), np.float32)
         inverse = np.reciprocal(width)
+        shift = 0 - origin * inverse
         for column in columns:
-            code = codes_of(column, origin, inverse, top)
-            rest = column - code
-            codes += code
-            codes_squared += code * code
-            rests_codes += rest * code
-            rests_squared += rest * rest
-        rests = total - codes
-        mean_code = codes / count
+            code = codes_of(fused(column, inverse, shift), top)
+            other = column - code if by_rests else column
+            codes = codes + code
+            codes_squared = fused(code, code, codes_squared)
+            products = fused(other, code, products)
+            squared = fused(other, other, squared) if by_rests else squares
+        mean_code = codes * part
         variance = codes_squared - codes * mean_code
-        covariance = rests_codes - rests * mean_code
+        others = total - codes if by_rests else total
+        covariance = products - others * mean_code
         slope = np.where(variance > 0, covariance / variance, np.float32(0))
-        error = rests_squared - rests * (rests / count) - covariance * slope
-        fitted = np.where(variance > 0, 1 + slope, width)
+        error = squared - others * (others * part) - covariance * slope
+        fitted = np.where(variance > 0, 1 + slope if by_rests else slope, width)
         return mean - fitted * mean_code, fitted, error
 
     best = trial(np.full_like(mean, 0), np.full_like(mean, 1))

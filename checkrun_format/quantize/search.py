@@ -52,15 +52,24 @@ def squared_error(columns: F32, origin: Array, width: Array, top: np.float32) ->
     total = np.zeros_like(width)
     inverse = np.reciprocal(width)
     for column in columns:
-        error = column - (codes_of(column, origin, inverse, top) * width + origin)
-        total += error * error
+        above = column - origin
+        error = fused(codes_of(above * inverse, top), -width, above)
+        total = fused(error, error, total)
     return total
 
 
-def codes_of(column: F32, origin: Array, inverse: Array, top: np.float32) -> F32:
+def codes_of(steps: F32, top: np.float32) -> F32:
     """The nearest codes, as float32; 0 for NaN."""
-    steps = (column - origin) * inverse
     return np.rint(np.fmin(np.where(steps > 0, steps, np.float32(0)), top))
+
+
+def fused(one: F32, other: F32, added: F32) -> F32:
+    """Multiply and add, rounded once.
+
+    float64 holds the product of two float32 numbers; that the sum is rounded to float64 first changes the result once
+    in 2^29 times.
+    """
+    return (one.astype(np.float64) * other + added).astype(np.float32)
 
 
 def _in_steps(qparams: Array, low: F32, inverse: F32) -> tuple[F32, F32]:

@@ -55,7 +55,7 @@ def torch_compat(
             low, high = _optimized(columns, low, high, bits, num_bins, ratio or 0.0)
         bias = _half(low)
         scale, inverse = _scale(high - bias, bits)
-        codes = codes_of(columns, bias, inverse, _top(bits)).T.astype(np.uint8)
+        codes = codes_of((columns - bias) * inverse, _top(bits)).T.astype(np.uint8)
         qparams = np.stack([scale, bias], axis=1)
     low, high = values.min(1), values.max(1)
     exact = ~(narrow_reach(low, high, qparams, bits) <= high - low)
@@ -116,6 +116,6 @@ def _loss(columns: F32, low: F32, high: F32, bits: int) -> F32:
     scale, inverse = _scale(high - bias, bits)
     total = np.zeros_like(low)
     for column in columns:
-        error = column - (codes_of(column, bias, inverse, _top(bits)) * scale + bias)
+        error = column - (codes_of((column - bias) * inverse, _top(bits)) * scale + bias)
         total += error * error
     return np.sqrt(total)

@@ -18,7 +18,9 @@ import checkrun_format
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "checkrun_format"
-COMPILED = {f"{PACKAGE}.quantize.kernels", f"{PACKAGE}.quantize.lanes"}
+COMPILED = {
+    f"{PACKAGE}.{name}" for name in ("movement.kernels", "quantize.kernels", "quantize.lanes", "quantize.lines")
+}
 TENSORS = f"{PACKAGE}.quantize.tensors"
 NOT_LOADED = {"click", "jsonschema", "numba", "rich", "s3fs", "safetensors", "torch", "zarr"}
 """What `import checkrun_format` must not load."""

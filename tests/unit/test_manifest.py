@@ -236,7 +236,7 @@ def test_nesting_without_end_is_damage_and_no_crash(name: str, where: str) -> No
 def test_nesting_at_the_limit_of_one_parser_or_the_other() -> None:
     """The commit goes through two parsers, which give up at different depths."""
     outcomes = set()
-    for depth in range(1, 2_000, 7):
+    for depth in (*range(1, 2_000, 7), 200_000):
         deep = "[" * depth + "]" * depth
         data = framed(commit_document() | {"stranger": "@"}).replace(b'"@"', deep.encode())
         try:

@@ -13,6 +13,7 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.rows import (
     Ids,
     KeySet,
+    Moves,
     RowSet,
     Selection,
     WantedIds,
@@ -21,8 +22,9 @@ from checkrun_format.rows import (
     as_slice,
     check_bounds,
     is_in_sorted,
-    keep,
     length,
+    pick,
+    shifted,
     sorted_ids,
 )
 
@@ -197,11 +199,36 @@ def test_membership_equals_a_set(seed: int) -> None:
 
 @pytest.mark.parametrize("selection", [slice(4, 8), ids(4, 5, 6, 7), ids(1, 3, 9, 20)], ids=str)
 @pytest.mark.parametrize("bits", [0b0000, 0b1111, 0b0101, 0b1000])
-def test_keep(selection: Selection, bits: int) -> None:
-    mask = np.array([bool(bits >> n & 1) for n in range(4)])
-    wanted = [row for row, kept in zip(listed(selection), mask.tolist(), strict=True) if kept]
-    assert listed(keep(selection, mask)) == wanted
-    assert length(keep(selection, mask)) == len(wanted)
+def test_pick(selection: Selection, bits: int) -> None:
+    kept = as_slice(ids(*(n for n in range(4) if bits >> n & 1)))
+    wanted = [listed(selection)[n] for n in listed(kept)]
+    assert listed(pick(selection, kept)) == wanted
+    assert length(pick(selection, kept)) == len(wanted)
+    assert listed(shifted(selection, 5)) == [position + 5 for position in listed(selection)]
+
+
+@pytest.mark.parametrize("positions", [slice(4, 8), ids(1, 3, 9, 20)], ids=str)
+@pytest.mark.parametrize("places", [slice(10, 14), ids(0, 2, 5, 6)], ids=str)
+@pytest.mark.parametrize("bits", [None, 0b0000, 0b1111, 0b0101, 0b0110])
+def test_moves(positions: Selection, places: Selection, bits: int | None) -> None:
+    """Slices of any length, taken one after another, have every position that goes, with its place."""
+    mask = None if bits is None else np.array([bool(bits >> n & 1) for n in range(4)])
+    moves = Moves(positions, places, mask)
+    every = zip(listed(positions), listed(places), [True] * 4 if mask is None else mask.tolist(), strict=True)
+    pairs = [(position, place) for position, place, goes in every if goes]
+    assert list(zip(listed(moves.positions), listed(moves.places), strict=True)) == pairs
+    assert list(zip(listed(moves.shifted(7).positions), listed(moves.shifted(7).places), strict=True)) == [
+        (position, place + 7) for position, place in pairs
+    ]
+    assert moves.span == (listed(positions)[0], listed(positions)[-1] + 1)
+    assert moves.nbytes == sum(x.nbytes for x in (positions, places, mask) if isinstance(x, np.ndarray))
+    for step in (1, 3, 30):
+        found = []
+        for start in range(0, 30, step):
+            some, to = moves.within(start, start + step)
+            found += list(zip([start + at for at in listed(some)], listed(to), strict=True))
+            assert all(0 <= at < step for at in listed(some))
+        assert found == pairs
 
 
 @pytest.mark.parametrize(

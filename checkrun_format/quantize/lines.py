@@ -1,0 +1,63 @@
+"""Whole cache lines written past the cache; for the compiled kernels.
+
+A row that is put somewhere into a large array begins in lines that are in no cache. An ordinary store first reads such
+a line from memory, and prefetching reads its neighbours too: scattering rows takes three times as long as writing them
+in order. A non-temporal store of a whole line does neither.
+
+numba keeps what it compiled until the file of the kernel changes: touch kernels.py after a change in this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+from checkrun_format.quantize.engine import LINE
+
+_WORD = ir.IntType(64)
+_VECTOR = ir.VectorType(_WORD, LINE // 8)
+
+
+@intrinsic
+def put_line(typing: Any, target: Any, to: Any, source: Any, begin: Any) -> Any:
+    """Copy a line from element `begin` of an array to element `to` of another, which is aligned to a line."""
+    del typing
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places = [
+            builder.bitcast(
+                builder.gep(cgutils.create_struct_proxy(kind)(context, builder, array).data, [index]),
+                _VECTOR.as_pointer(),
+            )
+            for kind, array, index in zip(signature.args[::2], arguments[::2], arguments[1::2], strict=True)
+        ]
+        store = builder.store(builder.load(places[1], align=1), places[0], align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, to, source, begin), generate
+
+
+@intrinsic
+def settle(typing: Any) -> Any:
+    """Order the lines before whatever this thread says next: it may be that they are there."""
+    del typing
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        del signature, arguments
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@register_jitable
+def whole_lines(target: Any, begin: int, step: int, size: int) -> bool:
+    """Whether rows of `size` elements, `step` apart from `begin` on, are whole lines of an array beyond the caches."""
+    line = LINE // target.itemsize
+    start = target.ctypes.data // target.itemsize + begin
+    return target.size * target.itemsize >= 1 << 20 and start % line == 0 and step % line == 0 and size % line == 0  # type: ignore[no-any-return]
