@@ -13,11 +13,14 @@ from checkrun_format.changes import Changes, StoredField
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.copying import Copied, copy_run
 from checkrun_format.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
     BurntError,
     BurntNumberWarning,
     CheckpointNotFoundError,
     CheckrunError,
     ConcurrentCommitError,
+    CredentialsError,
     DamagedError,
     FallbackWarning,
     HistoryPrunedError,
@@ -48,7 +51,9 @@ __all__ = [
     "ALL",
     "FORMAT_VERSION",
     "INHERIT",
+    "AccessDeniedError",
     "Audit",
+    "BucketNotFoundError",
     "BurntError",
     "BurntNumberWarning",
     "Changes",
@@ -57,6 +62,7 @@ __all__ = [
     "CheckrunError",
     "ConcurrentCommitError",
     "Copied",
+    "CredentialsError",
     "DamagedError",
     "Decision",
     "Failures",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from checkrun_format.manifest import Burnt, Commit, Pruned, TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.stores import AlreadyExistsError, Store
 from checkrun_format.versions import FORMAT_VERSION
-from checkrun_format.workers import Budget
+from checkrun_format.workers import Budget, ProcessLock
 
 _KEPT = 64
 """Checkpoints whose documents are kept in memory."""
@@ -46,14 +45,14 @@ class History:
     def __init__(self, store: Store, budget: Budget | None = None) -> None:
         self.store = store
         self._budget = budget or Budget()
-        self._chunks = ChunkReader(store)
+        self.chunks = ChunkReader(store)
         self._checkpoints: OrderedDict[int, StoredCheckpoint] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def budget(self, max_host_bytes: int | None) -> Budget:
         """The memory for a read that begins now; what is kept from earlier ones is cut to fit."""
         budget = self._budget if max_host_bytes is None else Budget(max_host_bytes)
-        self._chunks.keep(budget.kept)
+        self.chunks.keep(budget.kept)
         return budget
 
     def check_run(self) -> None:
@@ -77,11 +76,14 @@ class History:
     def create_run(self, document: bytes | None = None) -> None:
         """Create the run document if there is none (RUN-1): the one that is given, or a new one.
 
+        Before, make sure that the store creates as STO-2 says.
+
         Raises
         ------
         NotARunError
             Something else is stored there.
         """
+        self.store.prepare()
         if self.store.get(layout.RUN_KEY) is not None:
             return
         strangers = [name for name in self.store.folders() or () if not name.startswith(".")]
@@ -103,7 +105,14 @@ class History:
     def occupant(self, sequence: int) -> Commit | Pruned | Burnt | None:
         """What occupies a number, None if it is free (COM-2); errors as of `parse_occupant`."""
         data = self.store.get(layout.commit_key(sequence))
-        return None if data is None else manifest.parse_occupant(data, sequence)
+        if data is None:
+            return None
+        occupant = manifest.parse_occupant(data, sequence)
+        if isinstance(occupant, Commit):
+            with self._lock:
+                if sequence not in self._checkpoints:
+                    self._keep(sequence, occupant, data)
+        return occupant
 
     def head(self) -> int:
         """The highest occupied number, 0 in an empty run."""
@@ -147,11 +156,14 @@ class History:
         CheckpointNotFoundError, PrunedError, BurntError, DamagedError
         """
         with self._lock:
-            if sequence not in self._checkpoints:
-                self._checkpoints[sequence] = self._read(sequence)
-                if len(self._checkpoints) > _KEPT:
-                    self._checkpoints.popitem(last=False)
-            return self._checkpoints[sequence]
+            return self._checkpoints.get(sequence) or self._read(sequence)
+
+    def _keep(self, sequence: int, commit: Commit, data: bytes) -> StoredCheckpoint:
+        stored = StoredCheckpoint(self.store, self.chunks, commit, manifest.commit_object(data))
+        self._checkpoints[sequence] = stored
+        if len(self._checkpoints) > _KEPT:
+            self._checkpoints.popitem(last=False)
+        return stored
 
     def forget(self, sequence: int) -> None:
         """Keep no more what was read of a checkpoint: it has been pruned."""
@@ -168,7 +180,7 @@ class History:
             raise PrunedError(f"checkpoint {sequence} was pruned")
         if isinstance(occupant, Burnt):
             raise BurntError(f"{key} is no commit: number {sequence} was burnt by a write that did not finish")
-        return StoredCheckpoint(self.store, self._chunks, occupant, manifest.commit_object(data))
+        return self._keep(sequence, occupant, data)
 
     def commits(self) -> Iterator[Commit]:
         """The commits from the lowest number to the highest; reads nothing else."""

@@ -16,6 +16,7 @@ from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFoundError
 from checkrun_format.manifest import Commit, Field
 from checkrun_format.placement import Placement
+from checkrun_format.readahead import reading_ahead
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, fill, live_keys
 from checkrun_format.rows import Ids, RowSet, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
@@ -153,7 +154,7 @@ class TableView:
         budget, cut = self._history.budget(max_host_bytes), self._cut(columns, fields, out)
         targets = {} if out is None else self._targets(out, wanted.size, cut, placement)
         found = self._beside(targets, unique.size) if targets else self._fresh(cut, unique.size, placement)
-        with placement, Workers(self._history.store.parallel, budget.tasks) as workers:
+        with placement, Workers.of(self._history.store, budget) as workers:
             self._fill(WantedIds(unique), cut, found, workers, budget)
         if out is None:
             return {name: placement.given(array[inverse]) for name, array in found.items()}
@@ -183,7 +184,7 @@ class TableView:
     ) -> dict[str, Any]:
         budget, cut = self._history.budget(max_host_bytes), self._cut(columns, names, out)
         targets = self._destinations(len(wanted), cut, out, placement)
-        with placement, Workers(self._history.store.parallel, budget.tasks) as workers:
+        with placement, Workers.of(self._history.store, budget) as workers:
             self._fill(wanted, cut, targets, workers, budget)
         return {name: placement.given(array) for name, array in targets.items()} if out is None else dict(out)
 
@@ -350,7 +351,7 @@ class Checkpoint:
         """One dense tensor, as a new array; options as of `load`."""
         placement = Placement(framework, device)
         array = self._tensor_destination(name, None, placement)
-        with placement, Workers(self._history.store.parallel) as workers:
+        with placement, Workers.of(self._history.store) as workers:
             self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
         return placement.given(array)
 
@@ -429,7 +430,8 @@ class Checkpoint:
         budget = self._history.budget(max_host_bytes)
         read = {name: view.destinations(into.get(name), placement) for name, view in views.items()}
         dense = {name: self._tensor_destination(name, given.tensors.get(name), placement) for name in self.tensors}
-        with placement, Workers(self._history.store.parallel, budget.tasks) as workers:
+        ahead = reading_ahead(self._history, self._stored, list(views))
+        with ahead, placement, Workers.of(self._history.store, budget) as workers:
             for name, view in views.items():
                 view.begin(read[name], workers, budget)
             for name, array in dense.items():
@@ -504,10 +506,6 @@ class Checkpoint:
     def zarr(self) -> zarr.Group:
         """The checkpoint's arrays as a read-only Zarr group, exactly as they are stored."""
         import zarr
-        from zarr.storage import LocalStore
 
-        from checkrun_format.stores import LocalStore as OurLocalStore
-
-        assert isinstance(self._history.store, OurLocalStore)
-        path = f"{self._history.store.root}/{self._stored.prefix}"
-        return zarr.open_group(LocalStore(path, read_only=True), mode="r", zarr_format=3, use_consolidated=False)
+        store = self._history.store.zarr_store(self._stored.prefix)
+        return zarr.open_group(store, mode="r", zarr_format=3, use_consolidated=False)

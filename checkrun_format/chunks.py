@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import sys
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from io import BytesIO, RawIOBase
 from typing import Any, Self
 
@@ -24,7 +26,7 @@ from checkrun_format import dtypes, layout
 from checkrun_format.errors import DamagedError, PrunedError, UnsupportedFeatureError
 from checkrun_format.manifest import ArrayEntry, Pruned, parse_occupant
 from checkrun_format.stores import Buffer, Store
-from checkrun_format.workers import Budget
+from checkrun_format.workers import Budget, ProcessLock
 
 CHECKSUM_BYTES = 4
 """At the end of each chunk object (ZAR-3)."""
@@ -151,6 +153,69 @@ def smaller_compression(values: npt.NDArray[Any]) -> str:
     return "zstd" if zstd <= blosc * 15 / 16 else "blosc"
 
 
+class Readahead:
+    """Objects that are read before they are asked for.
+
+    Parameters
+    ----------
+    store : Store
+    window_bytes : int
+        How many bytes are read ahead at a time.
+    """
+
+    def __init__(self, store: Store, window_bytes: int = 32 << 20) -> None:
+        self._store = store
+        self._window_bytes = window_bytes
+        self._waiting: deque[tuple[str, int]] = deque()
+        self._begun: dict[str, tuple[Callable[[], bytes | None], int]] = {}
+        self._process = 0
+        self._lock = ProcessLock()
+
+    @contextlib.contextmanager
+    def expecting(self, objects: Iterable[tuple[str, int]]) -> Iterator[None]:
+        """Read these, key and bytes each, ahead of the reading that goes on meanwhile."""
+        with self._lock:
+            self._process = os.getpid()
+            self._waiting.extend(objects)
+            self._begin()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.clear()
+                self._begun.clear()
+
+    def get(self, key: str) -> bytes | None:
+        """An object, None if there is none."""
+        begun = self._taken(key)
+        return self._store.get(key) if begun is None else begun()
+
+    def open(self, key: str) -> RawIOBase | BytesIO | None:
+        """An object as a file, None if there is none."""
+        begun = self._taken(key)
+        if begun is None:
+            return self._store.open(key)
+        data = begun()
+        return None if data is None else BytesIO(data)
+
+    def _taken(self, key: str) -> Callable[[], bytes | None] | None:
+        if self._process != os.getpid():
+            return None
+        with self._lock:
+            begun = self._begun.pop(key, None)
+            self._begin()
+        return None if begun is None else begun[0]
+
+    def _begin(self) -> None:
+        while self._waiting and sum(size for _, size in self._begun.values()) < self._window_bytes:
+            key, size = self._waiting.popleft()
+            result = self._store.ahead(key)
+            if result is None:
+                self._waiting.clear()
+            else:
+                self._begun[key] = (result, size)
+
+
 class ChunkReader:
     """Reads chunks of a run; keeps the last ones that are shared by many parts or tensors.
 
@@ -165,8 +230,15 @@ class ChunkReader:
         self._store = store
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[str, npt.NDArray[Any]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._read: dict[tuple[int, str], Future[npt.NDArray[Any]]] = {}
+        self._ahead = Readahead(store)
+        self._lock = ProcessLock()
+
         self._free: list[npt.NDArray[np.uint8]] = []
+
+    def expecting(self, objects: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
+        """Read chunk objects, key and bytes each, before they are asked for, in this order and not too many of them."""
+        return self._ahead.expecting(objects)
 
     @property
     def streams(self) -> bool:
@@ -177,16 +249,41 @@ class ChunkReader:
         """Chunk `index` of the array at `array_key`; errors as of `required` and `decode`."""
         key = f"{array_key}/{layout.chunk_name(index, len(entry.shape))}"
         if not shared:
-            return decode(required(self._store, key), entry, index, key)
+            return decode(self._required(key), entry, index, key)
+        place = (os.getpid(), key)  # a child has no use for what its parent is reading
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        values = decode(required(self._store, key), entry, index, key)
+            reading = self._read.get(place)
+            if reading is None:
+                mine = self._read[place] = Future()
+        return self._fetched(place, mine, entry, index) if reading is None else reading.result()
+
+    def _fetched(
+        self, place: tuple[int, str], mine: Future[npt.NDArray[Any]], entry: ArrayEntry, index: int
+    ) -> npt.NDArray[Any]:
+        """Read a chunk for everybody who waits for it by now."""
+        key = place[1]
+        try:
+            values = decode(self._required(key), entry, index, key)
+        except BaseException as error:
+            with self._lock:
+                del self._read[place]
+            mine.set_exception(error)
+            raise
         with self._lock:
+            del self._read[place]
             self._kept[key] = values
             self._forget()
+        mine.set_result(values)
         return values
+
+    def _required(self, key: str) -> bytes:
+        data = self._ahead.get(key)
+        if data is None:
+            raise missing(self._store, key)
+        return data
 
     def keep(self, cache_bytes: int) -> None:
         """Keep so many bytes from now on."""
@@ -274,7 +371,7 @@ class ChunkReader:
             file.finish(entry.chunk_rows * row_bytes(entry) - payload.size)
 
     def _checked(self, key: str) -> CheckedFile:
-        file = self._store.open(key)
+        file = self._ahead.open(key)
         if file is None:
             raise missing(self._store, key)
         return CheckedFile(file, key)

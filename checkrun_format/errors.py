@@ -17,6 +17,9 @@ CheckrunError
 ├── HistoryPrunedError       history_pruned
 ├── RankError                rank_failed
 └── StorageError             storage              (also an OSError)
+    ├── AccessDeniedError    access_denied
+    ├── BucketNotFoundError  bucket_not_found
+    └── CredentialsError     credentials
 """
 
 from __future__ import annotations
@@ -145,6 +148,24 @@ class StorageError(CheckrunError, OSError):
     """The store failed: permission, space, network."""
 
     kind = "storage"
+
+
+class AccessDeniedError(StorageError):
+    """The store knows who asks, and refuses."""
+
+    kind = "access_denied"
+
+
+class BucketNotFoundError(StorageError):
+    """There is no bucket of this name."""
+
+    kind = "bucket_not_found"
+
+
+class CredentialsError(StorageError):
+    """Credentials are missing, unknown, expired or signed by a clock that is wrong."""
+
+    kind = "credentials"
 
 
 class BurntNumberWarning(UserWarning):

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 
 from checkrun_format import layout, manifest
 from checkrun_format.chain import History
@@ -27,6 +28,7 @@ from checkrun_format.manifest import Commit, Pruned
 from checkrun_format.retention import Age, Decision, Keep, Leftover, Plan, checked_age
 from checkrun_format.tags import Tags
 from checkrun_format.versions import FORMAT_VERSION
+from checkrun_format.workers import Workers
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 """What a crash of the local store may leave beside a commit."""
@@ -274,8 +276,9 @@ class Pruning:
             self._store.delete(leftover.place)
 
     def _delete(self, prefix: str) -> None:
-        for key in sorted(self._store.list(prefix)):
-            self._store.delete(key)
+        with Workers.of(self._store) as workers:
+            for key in sorted(self._store.list(prefix)):
+                workers.run(0, partial(self._store.delete, key))
 
 
 @dataclass(slots=True)

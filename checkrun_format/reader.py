@@ -207,7 +207,7 @@ class StoredCheckpoint:
         """A dense tensor, as a new array."""
         entry = self.tensor_entry(name)
         out = np.empty(entry.shape, dtypes.logical(entry.dtype))
-        with Workers(self.store.parallel) as workers:
+        with Workers.of(self.store) as workers:
             self.read_tensor(entry, out, workers)
         return out
 
@@ -216,7 +216,7 @@ class StoredCheckpoint:
         target = dlpack.run_of(out)
         if target is None:
             whole = dlpack.empty_like(out, tuple(entry.shape))
-            with Workers(self.store.parallel) as own:
+            with Workers.of(self.store) as own:
                 self.read_tensor(entry, whole, own)
             out[...] = whole
         elif target.size:
@@ -226,7 +226,7 @@ class StoredCheckpoint:
         """The bytes of a blob."""
         out = np.empty(span.bytes, np.uint8)
         if span.bytes:
-            with Workers(self.store.parallel) as workers:
+            with Workers.of(self.store) as workers:
                 self._read_dense(span.writer, "blob", span.offset, out, workers)
         return out.tobytes()
 

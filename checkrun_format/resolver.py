@@ -322,7 +322,7 @@ def read_rows(layers: Layers, wanted: Wanted, fields: Sequence[Field]) -> dict[s
     """The wanted rows of some fields, in new arrays."""
     count = len(wanted)
     out = {f.name: np.empty((count, f.columns) if f.columns else count, dtypes.logical(f.dtype)) for f in fields}
-    with Workers(layers[0][0].store.parallel) as workers:
+    with Workers.of(layers[0][0].store) as workers:
         fill(layers, wanted, out, {f.name: (0, f.columns or 1) for f in fields}, workers)
     return out
 

@@ -56,13 +56,15 @@ def open_run(
     takeover: bool = False,
     keep: Keep | None = None,
     max_host_bytes: int = Budget().max_host_bytes,
+    storage_options: Mapping[str, Any] | None = None,
+    single_writer: bool | None = None,
 ) -> Run:
     """Open a run.
 
     Parameters
     ----------
     url : str, path or Store
-        A local path, or `file://` and a path.
+        A local path, or `file://` and a path; `s3://bucket/prefix`, or another address that fsspec knows.
     mode : "r" or "a"
         "r" reads and never creates anything; "a" saves too, and creates the run if there is none.
     policy : "intermittent", "full", "one-shot", "consecutive", or a callable
@@ -92,6 +94,12 @@ def open_run(
         Who follows a run by `changes_since` has to keep up: what changed across a pruned checkpoint is not known.
     max_host_bytes : int
         About how much memory a read may use beside the arrays that it reads into, see `Checkpoint.load`.
+    storage_options : mapping
+        Credentials, endpoint and the like of a remote store: see `checkrun_format.stores.S3Store`. Without them the
+        environment and the usual files are asked. Nothing of it is ever stored or shown.
+    single_writer : bool
+        No other process ever writes this run: needed on a server that cannot create exactly, which is found out when
+        the run is opened for writing.
 
     Raises
     ------
@@ -105,7 +113,7 @@ def open_run(
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     budget = Budget(max_host_bytes)
     rule = BitRule(bits=bits, expected_restores=expected_restores)
-    store = open_store(url, durable=durable)
+    store = open_store(url, durable=durable, storage_options=storage_options, single_writer=single_writer)
     method = None if encoder is None else checked_encoder(encoder, "encoder")
     base_rule = BaseRule(policy=policy, every=every)
     options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -75,6 +76,7 @@ from checkrun_format.state import (
 )
 from checkrun_format.stores import Store
 from checkrun_format.tracking import Touched, of_ids
+from checkrun_format.workers import Workers
 from checkrun_format.writer import PartList, PartSource, Writer, objects_of
 
 _T = TypeVar("_T")
@@ -520,8 +522,9 @@ class Saver:
     def _discard(self, claim: Claim) -> None:
         """Remove what an attempt stored that is not committed and never will be."""
         try:
-            for key in self._store.list(claim.prefix):
-                self._store.delete(key)
+            with Workers.of(self._store) as workers:
+                for key in self._store.list(claim.prefix):
+                    workers.run(0, partial(self._store.delete, key))
         except (CheckrunError, OSError):
             pass  # it stays as litter, which every reader ignores
 

@@ -357,7 +357,7 @@ class JoinedSave:
         return StagedWriter(self._store, self.token, rank)
 
 
-def join_save(token: Token, url: str | None = None) -> JoinedSave:
+def join_save(token: Token, url: str | None = None, *, storage_options: Mapping[str, Any] | None = None) -> JoinedSave:
     """Take part in a save that another process began.
 
     Parameters
@@ -366,11 +366,14 @@ def join_save(token: Token, url: str | None = None) -> JoinedSave:
         `Save.token` of the process that began it.
     url : str, optional
         Where the run is for this process, if not where it is for that one.
+    storage_options : mapping
+        As of `open_run`; a token holds none.
     """
     missing = _TOKEN - token.keys() if isinstance(token, Mapping) else _TOKEN
     if missing:
         raise InvalidInputError(f"not the token of a save: it has no {min(missing)!r}")
-    return JoinedSave(open_store(url or token["url"], durable=token["durable"]), token)
+    store = open_store(url or token["url"], durable=token["durable"], storage_options=storage_options)
+    return JoinedSave(store, token)
 
 
 Committer = Callable[..., "Checkpoint"]

@@ -265,7 +265,7 @@ def _part_file(stored: StoredCheckpoint, document: PartFile) -> Iterator[Problem
     arrays += [(f"{layout.dense_group(document.writer)}/{name}", entry) for name, entry in document.dense.items()]
     reader = ChunkReader(stored.store)
     found: list[list[Problem]] = []
-    with Workers(stored.store.parallel) as workers:
+    with Workers.of(stored.store) as workers:
         for name, entry in arrays:
             place = stored.place(name)
             found.append(_caught(partial(_metadata, stored, place, entry), place))

@@ -1,7 +1,8 @@
-"""A few threads that move bytes while the caller goes on."""
+"""A few threads that move bytes while the caller goes on, and a lock that survives a fork."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,22 @@ from typing import Self, TypeAlias
 import numpy as np
 
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.stores import Store
 
 Task: TypeAlias = Callable[[], object]
 
-_SMALL_BYTES = 256 << 10
+
+class ProcessLock:
+    """A lock that a forked child finds free, whatever threads its parent had."""
+
+    def __init__(self) -> None:
+        self._of_process: dict[int, threading.Lock] = {}
+
+    def __enter__(self) -> None:
+        self._of_process.setdefault(os.getpid(), threading.Lock()).acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._of_process[os.getpid()].release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,8 @@ class Workers:
         How many tasks run at a time. They are started when there is work.
     budget_bytes : int
         How many bytes the tasks that wait or run may hold together; one task may hold more on its own.
+    inline_bytes : int
+        `run` starts no thread for fewer bytes.
 
     Examples
     --------
@@ -81,9 +96,12 @@ class Workers:
     [0, 1, 4]
     """
 
-    def __init__(self, threads: int, budget_bytes: int = Budget().tasks) -> None:
+    def __init__(
+        self, threads: int, budget_bytes: int = Budget().tasks, inline_bytes: int = Store.inline_bytes
+    ) -> None:
         self._threads = threads
         self._budget = budget_bytes
+        self._inline_bytes = inline_bytes
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._submitted = 0
@@ -91,6 +109,12 @@ class Workers:
         self._held = 0
         self._stopped = False
         self._failures: dict[int, BaseException] = {}
+
+    @classmethod
+    def of(cls, store: Store, budget: Budget | None = None) -> Self:
+        """As many as the calls of a store gain from, with so many bytes as a read's budget allows."""
+        share = 1.0 if budget is None else budget.max_host_bytes / Budget().max_host_bytes
+        return cls(store.parallel, int(store.budget_bytes * share), store.inline_bytes)
 
     def submit(self, held_bytes: int, task: Task) -> None:
         """Have a task run soon; wait while the budget is used up.
@@ -121,7 +145,7 @@ class Workers:
 
     def run(self, held_bytes: int, task: Task) -> None:
         """Have a task run: here and now if it moves so few bytes that another thread is not worth its start."""
-        if held_bytes < _SMALL_BYTES:
+        if held_bytes < self._inline_bytes:
             task()
         else:
             self.submit(held_bytes, task)

@@ -62,7 +62,7 @@ class Objects:
     def __init__(self, store: Store, prefix: str) -> None:
         self.store = store
         self.prefix = prefix
-        self.workers = Workers(store.parallel)
+        self.workers = Workers.of(store)
         self._sizes: list[int] = []
 
     def put(self, name: str, buffers: Iterable[Buffer], held_bytes: int = 0) -> None:

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.stores.filesystem import FilesystemStore
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 from checkrun_format.stores.local import LocalStore
+from checkrun_format.stores.s3 import S3Store
 
-__all__ = ["AlreadyExistsError", "Buffer", "LocalStore", "Store", "open_store"]
+__all__ = ["AlreadyExistsError", "Buffer", "FilesystemStore", "LocalStore", "S3Store", "Store", "open_store"]
+
+SINGLE_WRITER = "CHECKRUN_SINGLE_WRITER"
+"""Environment variable: "1" stands for `single_writer=True` where it is not given, as in commands."""
 
 
-def open_store(url: str | os.PathLike[str] | Store, *, durable: bool = True) -> Store:
+def open_store(
+    url: str | os.PathLike[str] | Store,
+    *,
+    durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    single_writer: bool | None = None,
+) -> Store:
     """The store at an address.
 
     Parameters
     ----------
     url : str, path or Store
-        A local path, `file://` and a path, or a store (returned as it is).
+        A local path, `file://` and a path; `s3://bucket/prefix`; any other address that fsspec knows; or a store
+        (returned as it is).
     durable : bool
         False skips every sync: a crash of the machine (not of the process) may then lose the newest checkpoints.
+    storage_options : mapping
+        Of the file system of fsspec that serves the address, see `S3Store`; nothing of it is ever stored or shown.
+    single_writer : bool
+        Nobody else writes the run: needed where a store cannot create exactly (STO-2). By default, what the
+        environment variable `CHECKRUN_SINGLE_WRITER` says.
 
     Raises
     ------
@@ -27,16 +46,29 @@ def open_store(url: str | os.PathLike[str] | Store, *, durable: bool = True) -> 
         For a scheme that no store here serves.
     """
     if isinstance(url, Store):
+        _refuse_options(storage_options, "a store that is open")
         return url
     path = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(path, str) or not path or "\0" in path:
         raise InvalidInputError(f"{url!r} is no address of a run: give a path or file:// and a path")
     scheme, separator, rest = path.partition("://")
+    if not separator or scheme == "file":
+        _refuse_options(storage_options, "a local folder")
     if not separator:
         return LocalStore(path, durable=durable)
-    if scheme == "file" and rest.startswith("/"):
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise InvalidInputError(f"{path!r} is no address of a run: give a path or file:// and an absolute path")
         return LocalStore(_from_file_url(path), durable=durable)
-    raise InvalidInputError(f"{path!r}: this release stores runs in local folders only (a path, or file:///path)")
+    alone = os.environ.get(SINGLE_WRITER) == "1" if single_writer is None else single_writer
+    if scheme in ("s3", "s3a"):
+        return S3Store(path, storage_options=storage_options, single_writer=alone)
+    return FilesystemStore(path, storage_options=storage_options, single_writer=alone)
+
+
+def _refuse_options(storage_options: Mapping[str, Any] | None, what: str) -> None:
+    if storage_options:
+        raise InvalidInputError(f"storage_options are of no use to {what}")
 
 
 def _from_file_url(url: str) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from io import BytesIO, RawIOBase
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from checkrun_format.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import zarr.abc.store
 
 Buffer: TypeAlias = bytes | npt.NDArray[np.uint8]
 """What a store takes: bytes, or a contiguous array of bytes."""
@@ -28,6 +33,19 @@ class Store(ABC):
     """Where it is, for messages."""
     parallel: int = 1
     """How many calls at a time it gains from."""
+    budget_bytes: int = 64 << 20
+    """How many bytes the calls that wait or go on may hold together."""
+    inline_bytes: int = 256 << 10
+    """A call that moves fewer bytes is not worth another thread; 0 where each call waits for an answer."""
+
+    def prepare(self) -> None:  # noqa: B027 - most stores are always ready
+        """Make sure, before anything is written, that `create` is what the format needs (STO-2).
+
+        Raises
+        ------
+        InvalidInputError
+            It is not, and no other way was asked for.
+        """
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
@@ -37,6 +55,14 @@ class Store(ABC):
         """The object as a file to be read from its beginning to its end, None if there is none."""
         data = self.get(key)
         return None if data is None else BytesIO(data)
+
+    def ahead(self, key: str) -> Callable[[], bytes | None] | None:
+        """Begin to read an object that is needed soon; what is returned waits for it, and is `get` then.
+
+        None where there is nothing to be gained.
+        """
+        del key
+        return None
 
     @abstractmethod
     def put(self, key: str, buffers: Iterable[Buffer]) -> int:
@@ -83,6 +109,10 @@ class Store(ABC):
     def free_bytes(self) -> int | None:
         """Bytes that the store has left for this process, None if it cannot tell."""
         return None
+
+    def zarr_store(self, prefix: str) -> zarr.abc.store.Store:
+        """What lies below a prefix, as a read-only store of zarr-python; the caller imports zarr."""
+        raise InvalidInputError(f"{self.url}: {type(self).__name__} offers zarr-python nothing below {prefix!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(f"{type(self).__name__} cannot be pickled: open the run in each process")

@@ -12,13 +12,16 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from checkrun_format.errors import NotARunError, StorageError
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
+
+if TYPE_CHECKING:
+    import zarr.abc.store
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
@@ -159,6 +162,11 @@ class LocalStore(Store):
                 there = os.path.dirname(there)
             found = os.statvfs(there)
             return found.f_bavail * found.f_frsize
+
+    def zarr_store(self, prefix: str) -> zarr.abc.store.Store:
+        from zarr.storage import LocalStore as ZarrStore
+
+        return ZarrStore(self._path(prefix), read_only=True)
 
     def _make_folder(self, folder: str) -> None:
         """Create a folder and those above it, each durable in its own parent."""

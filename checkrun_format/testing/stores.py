@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from checkrun_format.errors import StorageError
 from checkrun_format.stores import AlreadyExistsError, Buffer, Store
+
+if TYPE_CHECKING:
+    import zarr.abc.store
 
 _T = TypeVar("_T")
 
@@ -209,6 +212,14 @@ class FaultStore(Store):
     def free_bytes(self) -> int | None:
         """Bytes that the store has left; never fails."""
         return self.store.free_bytes()
+
+    def prepare(self) -> None:
+        """Make sure of `create`; never fails on its own."""
+        self.store.prepare()
+
+    def zarr_store(self, prefix: str) -> zarr.abc.store.Store:
+        """What lies below a prefix, for zarr-python; never fails on its own."""
+        return self.store.zarr_store(prefix)
 
     def _call(self, name: str, effect: Callable[[], _T], half: Callable[[], _T] | None = None) -> _T:
         """Make a call, or let it fail; `half` does what a truncated one does."""

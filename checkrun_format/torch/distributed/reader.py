@@ -136,12 +136,13 @@ class CheckrunReader(StorageReader):
     def _field(self, table: str, field: str, spans: Sequence[slice]) -> npt.NDArray[Any]:
         view = self._views.setdefault(table, self.checkpoint.table(table))
         columns = spans[1] if len(spans) == 2 else None
-        return view.read(spans[0], columns=columns, fields=[field])[field]
+        found: npt.NDArray[Any] = view.read(spans[0], columns=columns, fields=[field])[field]
+        return found
 
     def _tensor(self, item: ReadItem) -> npt.NDArray[Any]:
         key, offset = item.storage_index.fqn, item.storage_index.offset
         pieces = self._contents.pieces.get(key)
-        if pieces is None:
-            return self.checkpoint.tensor(key)
-        piece = next(piece for piece in pieces if torch.Size(piece.offsets) == offset)
-        return self.checkpoint.tensor(piece.tensor)
+        if pieces is not None:
+            key = next(piece for piece in pieces if torch.Size(piece.offsets) == offset).tensor
+        found: npt.NDArray[Any] = self.checkpoint.tensor(key)
+        return found
