@@ -287,7 +287,6 @@ class Checkpointer:
             self._put_back()
             self._pending = None
             raise
-        self._saved_at = time.monotonic()
         return pending
 
     def step_done(self, step: int, *, extra: Any = None) -> PendingSave | None:
@@ -353,6 +352,7 @@ class Checkpointer:
 
     def _take(self, state: State) -> None:
         """Take what changed since the last save, and tell the state."""
+        self._saved_at = time.monotonic()
         self._taken = self.tracker.changed()
         self.tracker.clear(self._taken)  # whatever interrupts this: all of it is put back
         if self._sample is not None:
@@ -391,7 +391,6 @@ class Checkpointer:
     def _saved(self) -> None:
         """What was taken is committed: go on from there."""
         self._continues, self._taken, self._dropped = True, {}, ()
-        self._saved_at = time.monotonic()
 
     def _settle(self, on_busy: OnBusy) -> bool:
         """End the save that goes on, as told; False if it is left alone. What it failed of is raised once."""
