@@ -7,12 +7,14 @@ or the more often the lower their rank, as in a power law (zipf). Files are in t
 arrays that exist, and begin with a cache line, as tensors of torch do. First a restore after 0 to 24 saves, for each
 policy. Then a base and 10 increments in a row beside one base of the same state, for tables of several sizes and kinds:
 seconds of time and of processors, bytes read through the store, `take` of 1,000 random rows, and memory beside the
-arrays that are read into; and with which power of the number of rows each of them grows.
+arrays that are read into; what reading and checking the chain's chunks takes alone, and finding out which checkpoint
+has each row; and with which power of the number of rows each of them grows.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import io
 import math
@@ -21,16 +23,19 @@ import sys
 import tempfile
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import measure
 import numpy as np
 import numpy.typing as npt
 
 import checkrun_format as crf
+from checkrun_format.resolver import pieces
+from checkrun_format.rows import WantedRange
 from checkrun_format.stores import LocalStore
 
 CHANGED = 0.1
@@ -152,6 +157,28 @@ def restore(folder: Path, number: int, out: Mapping[str, npt.NDArray[Any]]) -> t
     return measure.as_record(cost), store.bytes_read
 
 
+def planned(folder: Path, number: int) -> dict[str, float]:
+    """Find out which checkpoint has each row, and read no values."""
+    view = crf.open_run(folder)[number].table("t")
+    wanted = WantedRange(0, len(view))
+    return measure.as_record(measure.cost_of(lambda: collections.deque(pieces(view.layers(), wanted), maxlen=0)))
+
+
+def plainly_read(folder: Path, numbers: Iterable[int]) -> dict[str, float]:
+    """Read every chunk of some checkpoints into the same memory, and compute its checksum: what no reader can save."""
+    files = [path for number in numbers for path in folder.glob(f"{number:08d}/*/block*/*/c/**/*") if path.is_file()]
+    memory = np.empty(1 << 20, np.uint8)
+
+    def read() -> None:
+        for path in files:
+            checksum = 0
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(memory.data):
+                    checksum = google_crc32c.extend(checksum, memory[:count])
+
+    return measure.as_record(measure.cost_of(read))
+
+
 def take(folder: Path, number: int, ids: npt.NDArray[np.int64]) -> tuple[dict[str, float], int]:
     """Read some rows, likewise."""
     store = CountingStore(folder)
@@ -221,6 +248,8 @@ def by_size(folder: Path, workload: str, rows: int, rounds: int, kind: Kind | No
     del trainer
     measure.warm_memory(0.5)
     chain, base = repeated(rounds, lambda: restore(place, one, out), lambda: restore(place, other, out))
+    plan = measure.medians([planned(place, one) for _ in range(rounds)])
+    read = measure.medians([plainly_read(place, range(1, one + 1)) for _ in range(rounds)])
     few_of_chain, few_of_base = repeated(rounds, lambda: take(place, one, ids), lambda: take(place, other, ids))
     result = {
         "workload": workload,
@@ -228,6 +257,8 @@ def by_size(folder: Path, workload: str, rows: int, rounds: int, kind: Kind | No
         "kind": str(kind),
         "ratio": chain["seconds"] / base["seconds"],
         "ratio_cpu": chain["cpu_seconds"] / base["cpu_seconds"],
+        "plan": plan,
+        "read": read,
         "chain": chain,
         "base": base,
         "take_chain": few_of_chain,
@@ -286,6 +317,8 @@ def page(results: Mapping[str, Any]) -> str:
                 "base, s",
                 "ratio",
                 "ratio, processors",
+                "of it: reading",
+                "of it: which rows",
                 "read / base's",
                 "chain, MiB",
                 "take, ms",
@@ -319,6 +352,8 @@ def size_row(size: Mapping[str, Any]) -> list[str]:
         f"{base['seconds']:.3f}",
         f"{size['ratio']:.2f}" + ("" if size["ratio"] <= TARGET else " MISSED"),
         f"{size['ratio_cpu']:.2f}",
+        f"{size['read']['cpu_seconds'] / base['cpu_seconds']:.2f}",
+        f"{size['plan']['cpu_seconds'] / base['cpu_seconds']:.2f}",
         f"{chain['bytes_read'] / base['bytes_read']:.2f}",
         f"{chain['peak_mib']:.0f}",
         f"{few['seconds'] * 1000:.0f}",

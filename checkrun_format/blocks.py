@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes, packing, quantize
+from checkrun_format import dlpack, dtypes, packing, quantize
+from checkrun_format.dlpack import Array
 from checkrun_format.rows import Ids, Mask
 
 
@@ -30,6 +31,8 @@ class FieldPlan:
     store_as: str | None = None
     qparams: str | None = None
     """Dtype of the qparams; None: the encoder chooses."""
+    device: str | None = None
+    """Where its values are, and are encoded; None: the CPU. The same values may have other codes elsewhere."""
 
     @property
     def lossy(self) -> bool:
@@ -126,20 +129,21 @@ class Encoder:
     plans: Sequence[FieldPlan]
     _qparams: dict[str, str] = field(default_factory=dict)
 
-    def encode(self, values: dict[str, npt.NDArray[Any]], rows: Ids | None) -> EncodedRows:
+    def encode(self, values: dict[str, Array], rows: Ids | None) -> EncodedRows:
         """Encode one piece."""
         fields = [self._field(plan, values[plan.name]) for plan in self.plans]
         return EncodedRows(count=len(values[self.plans[0].name]), fields=fields, rows=rows)
 
-    def _field(self, plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
+    def _field(self, plan: FieldPlan, values: Array) -> EncodedField:
         if plan.bits is not None:
             return self._affine(plan, values)
         return _narrowed(plan, values) if plan.stored != plan.dtype else _raw(plan, values)
 
-    def _affine(self, plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
-        q = quantize.encode(values, plan.bits or 0, plan.encoder, self._qparams.get(plan.name, plan.qparams))
+    def _affine(self, plan: FieldPlan, values: Array) -> EncodedField:
+        given = dlpack.as_quantized(values)
+        q = quantize.encode(given, plan.bits or 0, plan.encoder, self._qparams.get(plan.name, plan.qparams))
         self._qparams.setdefault(plan.name, q.qparams.dtype.name)
-        sampled, l2 = quantize.sampled_l2(values, q)
+        sampled, l2 = quantize.sampled_l2(given, q)
         layout = FieldLayout(
             name=plan.name,
             dtype=plan.dtype,
@@ -159,8 +163,8 @@ class Encoder:
         )
 
 
-def _raw(plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
-    stored = dtypes.to_stored(values)
+def _raw(plan: FieldPlan, values: Array) -> EncodedField:
+    stored = dtypes.to_stored(dlpack.on_host(values))
     return EncodedField(
         layout=_raw_layout(plan),
         arrays={"values": stored},
@@ -169,13 +173,13 @@ def _raw(plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
     )
 
 
-def _narrowed(plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
-    narrowed, exact_index = quantize.narrow(values, plan.stored)
+def _narrowed(plan: FieldPlan, values: Array) -> EncodedField:
+    narrowed, exact_index = quantize.narrow(dlpack.as_quantized(values), plan.stored)
     return EncodedField(
         layout=_raw_layout(plan),
         arrays={"values": dtypes.to_stored(narrowed)},
         exact_index=exact_index,
-        exact_values=dtypes.to_stored(np.ascontiguousarray(values[exact_index])),
+        exact_values=dtypes.to_stored(np.ascontiguousarray(dlpack.on_host(values[exact_index]))),
     )
 
 
@@ -248,7 +252,7 @@ class PlainRows:
     """Rows of a small part that wait to be encoded together with others of the same plans."""
 
     count: int
-    values: dict[str, npt.NDArray[Any]]
+    values: dict[str, Array]
     rows: Ids | None
 
 
@@ -287,7 +291,7 @@ class Pool:
             return join(self.encoded)
         if not self.plain:
             return EncodedRows(count=0, fields=[], rows=None)
-        values = {name: np.concatenate([p.values[name] for p in self.plain]) for name in self.plain[0].values}
+        values = {name: dlpack.concatenated([p.values[name] for p in self.plain]) for name in self.plain[0].values}
         listed = [p.rows for p in self.plain if p.rows is not None]
         rows = np.concatenate(listed) if listed else None
         return Encoder(plans=self.plans).encode(values, rows)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,10 @@ import numpy.typing as npt
 from checkrun_format import dlpack, dtypes
 from checkrun_format.chain import History
 from checkrun_format.changes import Changes, changes
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFoundError
 from checkrun_format.manifest import Commit, Field
-from checkrun_format.movement import aligned_empty
+from checkrun_format.placement import Placement
 from checkrun_format.readahead import reading_ahead
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, fill, live_keys
@@ -25,17 +26,17 @@ from checkrun_format.workers import Budget, Workers
 if TYPE_CHECKING:
     import zarr
 
+Cut: TypeAlias = tuple[int, int]
+"""A range of columns."""
+
 
 class TableView:
     """One table at one checkpoint; reading resolves the chain for just the rows that are asked for."""
 
-    def __init__(
-        self, history: History, stored: StoredCheckpoint, name: str, reading: tuple[Workers, Budget] | None = None
-    ) -> None:
+    def __init__(self, history: History, stored: StoredCheckpoint, name: str) -> None:
         self._history = history
         self._stored = stored
         self._entry = stored.entry(name)
-        self._reading = reading
         self.name = name
 
     def __repr__(self) -> str:
@@ -86,8 +87,10 @@ class TableView:
         columns: slice | None = None,
         fields: Sequence[str] | None = None,
         out: Mapping[str, ArrayLike] | None = None,
+        framework: str | None = None,
+        device: object = None,
         max_host_bytes: int | None = None,
-    ) -> dict[str, npt.NDArray[Any]]:
+    ) -> dict[str, Any]:
         """Read consecutive rows.
 
         Parameters
@@ -99,19 +102,23 @@ class TableView:
         fields : names
             By default all.
         out : mapping of field name to array
-            Writable CPU arrays of the right shape and dtype to read into; then only these fields are read. After an
-            error they may hold anything.
+            Writable arrays of the right shape and dtype to read into, of any framework, on the CPU or on a device; then
+            only these fields are read. After an error they may hold anything.
+        framework, device
+            Of new arrays; as of `Checkpoint.load`.
         max_host_bytes : int
             As of `Checkpoint.load`.
 
         Returns
         -------
         dict
-            Field name to an array (rows, columns) or (rows,); bfloat16 is the dtype of `ml_dtypes`.
+            Field name to an array (rows, columns) or (rows,), in `out` if given; in numpy, bfloat16 is the dtype of
+            `ml_dtypes`.
         """
+        placement = Placement(framework, device)
         low, high = _range(rows, len(self), f"rows of table {self.name!r}")
         wanted = WantedRange(low, high) if self._entry.rows is not None else WantedIds(self._live_keys[low:high])
-        return self._read(wanted, columns, fields, out, max_host_bytes)
+        return self._read(wanted, columns, fields, out, placement, max_host_bytes)
 
     def take(
         self,
@@ -120,8 +127,10 @@ class TableView:
         columns: slice | None = None,
         fields: Sequence[str] | None = None,
         out: Mapping[str, ArrayLike] | None = None,
+        framework: str | None = None,
+        device: object = None,
         max_host_bytes: int | None = None,
-    ) -> dict[str, npt.NDArray[Any]]:
+    ) -> dict[str, Any]:
         """Read rows by number, or by key in a keyed table; in any order, repeats allowed.
 
         Options are those of `read`. With repeats, or in another order than ascending, the rows are held twice.
@@ -131,6 +140,7 @@ class TableView:
         RowNotFoundError
             Naming the first row or key that is not there.
         """
+        placement = Placement(framework, device)
         given = dlpack.to_numpy(ids, "ids")
         wanted = as_ids(given, "ids")
         strangers = of_other_sign(given, wanted, self._entry.key_dtype)
@@ -139,14 +149,18 @@ class TableView:
         unique, inverse = np.unique(wanted, return_inverse=True)
         self._check_present(unique)
         if np.array_equal(unique, wanted):
-            return self._read(WantedIds(unique), columns, fields, out, max_host_bytes)
-        found = self._read(WantedIds(unique), columns, _names(fields, out), None, max_host_bytes)
+            return self._read(WantedIds(unique), columns, fields, out, placement, max_host_bytes)
+        budget, cut = self._history.budget(max_host_bytes), self._cut(columns, fields, out)
+        targets = {} if out is None else self._targets(out, wanted.size, cut, placement)
+        found = self._beside(targets, unique.size) if targets else self._fresh(cut, unique.size, placement)
+        with placement, Workers.of(self._history.store, budget) as workers:
+            self._fill(WantedIds(unique), cut, found, workers, budget)
         if out is None:
-            return {name: array[inverse] for name, array in found.items()}
-        targets = self._targets(out, wanted.size, {f.name: _columns(f, columns) for f in self.fields})
-        for name, target in targets.items():
-            target[...] = found[name][inverse]
-        return targets
+            return {name: placement.given(array[inverse]) for name, array in found.items()}
+        with placement:
+            for name, target in targets.items():
+                target[...] = found[name][inverse]
+        return dict(out)
 
     def _check_present(self, ids: Ids) -> None:
         if self._entry.rows is None:
@@ -164,18 +178,38 @@ class TableView:
         columns: slice | None,
         names: Sequence[str] | None,
         out: Mapping[str, ArrayLike] | None,
+        placement: Placement,
         max_host_bytes: int | None,
-    ) -> dict[str, npt.NDArray[Any]]:
-        budget = self._history.budget(max_host_bytes) if self._reading is None else self._reading[1]
-        cut = {f.name: _columns(f, columns) for f in self._chosen(_names(names, out))}
-        arrays = self._fresh(cut, len(wanted)) if out is None else self._targets(out, len(wanted), cut)
-        layers = self.layers() if len(wanted) else []
-        if layers and self._reading is not None:
-            fill(layers, wanted, arrays, cut, self._reading[0], budget.rows)
-        elif layers:
-            with Workers.of(self._history.store, budget) as workers:
-                fill(layers, wanted, arrays, cut, workers, budget.rows)
-        return arrays
+    ) -> dict[str, Any]:
+        budget, cut = self._history.budget(max_host_bytes), self._cut(columns, names, out)
+        targets = self._destinations(len(wanted), cut, out, placement)
+        with placement, Workers.of(self._history.store, budget) as workers:
+            self._fill(wanted, cut, targets, workers, budget)
+        return {name: placement.given(array) for name, array in targets.items()} if out is None else dict(out)
+
+    def destinations(self, out: Mapping[str, ArrayLike] | None, placement: Placement) -> dict[str, Array]:
+        """Arrays of `placement`, or of `out`, that all rows can be read into."""
+        return self._destinations(len(self), self._cut(None, None, out), out, placement)
+
+    def begin(self, targets: Mapping[str, Array], workers: Workers, budget: Budget) -> None:
+        """Have all rows read into `destinations`; they are there when `workers` and their placement are done."""
+        rows = WantedIds(self._live_keys) if self._entry.rows is None else WantedRange(0, len(self))
+        self._fill(rows, self._cut(None, list(targets), None), targets, workers, budget)
+
+    def _fill(
+        self, wanted: Wanted, cut: Mapping[str, Cut], targets: Mapping[str, Array], workers: Workers, budget: Budget
+    ) -> None:
+        if len(wanted):
+            fill(self.layers(), wanted, targets, cut, workers, budget.rows)
+
+    def _cut(self, columns: slice | None, names: Sequence[str] | None, out: object) -> dict[str, Cut]:
+        """The columns of each field that is read."""
+        return {f.name: _columns(f, columns) for f in self._chosen(_names(names, out))}
+
+    def _destinations(
+        self, count: int, cut: Mapping[str, Cut], out: Mapping[str, ArrayLike] | None, placement: Placement
+    ) -> dict[str, Array]:
+        return self._fresh(cut, count, placement) if out is None else self._targets(out, count, cut, placement)
 
     def _chosen(self, names: Sequence[str] | None) -> list[Field]:
         by_name = {f.name: f for f in self.fields}
@@ -184,28 +218,35 @@ class TableView:
             raise InvalidInputError(f"table {self.name!r} has no field {unknown[0]!r}; it has {', '.join(by_name)}")
         return [by_name[name] for name in (by_name if names is None else names)]
 
-    def _shape(self, field: Field, count: int, cut: tuple[int, int]) -> tuple[int, ...]:
+    def _shape(self, field: Field, count: int, cut: Cut) -> tuple[int, ...]:
         return (count,) if field.columns is None else (count, cut[1] - cut[0])
 
-    def _fresh(self, cut: Mapping[str, tuple[int, int]], count: int) -> dict[str, npt.NDArray[Any]]:
-        return {
-            f.name: aligned_empty(self._shape(f, count, cut[f.name]), dtypes.logical(f.dtype))
-            for f in self.fields
-            if f.name in cut
-        }
+    def check(self, placement: Placement, names: Iterable[str] | None = None) -> None:
+        """Refuse fields that new arrays cannot hold."""
+        for f in self.fields:
+            if names is None or f.name in names:
+                placement.check(f.dtype, f"table {self.name!r}, field {f.name!r}")
+
+    def _fresh(self, cut: Mapping[str, Cut], count: int, placement: Placement) -> dict[str, Array]:
+        self.check(placement, cut)
+        chosen = [f for f in self.fields if f.name in cut]
+        return {f.name: placement.empty(self._shape(f, count, cut[f.name]), f.dtype) for f in chosen}
 
     def _targets(
-        self, out: Mapping[str, ArrayLike], count: int, cut: Mapping[str, tuple[int, int]]
-    ) -> dict[str, npt.NDArray[Any]]:
+        self, out: Mapping[str, ArrayLike], count: int, cut: Mapping[str, Cut], placement: Placement
+    ) -> dict[str, Array]:
         targets = {}
         for f in self._chosen(list(out)):
             what = f"out[{f.name!r}] of table {self.name!r}"
-            targets[f.name] = dlpack.to_writable(out[f.name], what)
+            targets[f.name] = placement.into(out[f.name], what)
             shape, dtype = self._shape(f, count, cut[f.name]), dtypes.logical(f.dtype)
             if targets[f.name].shape != shape or targets[f.name].dtype != dtype:
                 got = targets[f.name]
                 raise InvalidInputError(f"{what}: {got.dtype} {got.shape} where {f.dtype} {shape} is read")
         return targets
+
+    def _beside(self, targets: Mapping[str, Array], count: int) -> dict[str, Array]:
+        return {name: dlpack.empty_like(target, (count, *target.shape[1:])) for name, target in targets.items()}
 
 
 def _names(fields: Sequence[str] | None, out: object) -> Sequence[str] | None:
@@ -215,6 +256,14 @@ def _names(fields: Sequence[str] | None, out: object) -> Sequence[str] | None:
     if not isinstance(out, Mapping):
         raise InvalidInputError("out: give a mapping of field names to arrays")
     return list(out)
+
+
+def _given(placement: Placement, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    return {name: placement.given(array) for name, array in arrays.items()}
+
+
+def _keys(view: TableView) -> npt.NDArray[Any] | None:
+    return view.keys() if view.addressing == "keyed" else None
 
 
 def _range(rows: slice | None, count: int, what: str) -> tuple[int, int]:
@@ -297,9 +346,13 @@ class Checkpoint:
         """Logical dtype and shape of each dense tensor."""
         return {entry.name: (entry.dtype, tuple(entry.shape)) for entry in self._stored.manifest.tensors}
 
-    def tensor(self, name: str) -> npt.NDArray[Any]:
-        """One dense tensor, as a new array."""
-        return self._stored.tensor(name)
+    def tensor(self, name: str, *, framework: str | None = None, device: object = None) -> Any:
+        """One dense tensor, as a new array; options as of `load`."""
+        placement = Placement(framework, device)
+        array = self._tensor_destination(name, None, placement)
+        with placement, Workers.of(self._history.store) as workers:
+            self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
+        return placement.given(array)
 
     @property
     def extra(self) -> Any:
@@ -323,6 +376,8 @@ class Checkpoint:
         *,
         tables: Sequence[str] | None = None,
         out: State | None = None,
+        framework: str | None = None,
+        device: object = None,
         max_host_bytes: int | None = None,
     ) -> State:
         """Read the whole checkpoint, or some of its tables.
@@ -332,10 +387,16 @@ class Checkpoint:
         tables : names
             By default all. With `tables=[]` only tensors, extra and blobs.
         out : State
-            Existing arrays to read into, of the right shapes and dtypes: tables that `out` has are read into its
-            arrays (its fields only), and tensors that it has into its tensors. The rest is returned in new arrays.
-            After an error the arrays may hold anything. Scattered rows are written fastest into arrays that begin at
-            a multiple of 64 bytes, as those of torch and new ones here do.
+            Existing arrays to read into, of the right shapes and dtypes, of any framework, on the CPU or on a device:
+            tables that `out` has are read into its arrays (its fields only), and tensors that it has into its tensors.
+            The rest is returned in new arrays. After an error the arrays may hold anything. On the CPU, scattered rows
+            are written fastest where arrays begin at a multiple of 64 bytes, as those of torch and new ones here do.
+        framework : "numpy", "torch", "jax" or "cupy"
+            Of new arrays. By default numpy, with a device torch.
+        device : str or torch.device
+            Where new arrays are, as torch names it: "cuda", "cuda:1". Rows go there as they are stored, by way of two
+            pinned buffers, and are decoded there, to the bits that the CPU gives. "cpu" goes the same way, to show it;
+            without a device the CPU is faster.
         max_host_bytes : int
             About how much memory to use beside what is read into, documents and the keys of keyed tables; by default
             what the run was opened with. It bounds how much is on its way, and of how many rows at a time it is
@@ -345,43 +406,58 @@ class Checkpoint:
         Returns
         -------
         State
-            Tables hold every field as an array, and `keys` if keyed.
+            Tables hold every field as an array, and `keys` (of numpy) if keyed.
+
+        Raises
+        ------
+        InvalidInputError
+            Before anything is read: also if the framework is not installed, the device is not there, or the framework
+            lacks a dtype (jax narrows 64 bits unless its option jax_enable_x64 is set).
         """
         if isinstance(tables, str):
             raise InvalidInputError(f"tables={tables!r}: give a list of names")
-        names = self.tables if tables is None else list(tables)
+        placement = Placement(framework, device)
+        views = {name: self.table(name) for name in (self.tables if tables is None else tables)}
         given = out or State()
-        store, budget = self._history.store, self._history.budget(max_host_bytes)
-        with reading_ahead(self._history, self._stored, names), Workers.of(store, budget) as workers:
-            reading = (workers, budget)
-            return State(
-                tables={name: self._load_table(name, given.tables.get(name), reading) for name in names},
-                tensors={name: self._load_tensor(name, given.tensors.get(name), workers) for name in self.tensors},
-                extra=self.extra,
-                blobs={name: self.blob(name) for name in self.blobs},
-            )
+        into = {name: table.fields for name, table in given.tables.items()}
+        for name, view in views.items():
+            if name not in into:
+                view.check(placement)
+        for name in self.tensors:
+            if name not in given.tensors:
+                self._check_tensor(name, placement)
+        budget = self._history.budget(max_host_bytes)
+        read = {name: view.destinations(into.get(name), placement) for name, view in views.items()}
+        dense = {name: self._tensor_destination(name, given.tensors.get(name), placement) for name in self.tensors}
+        ahead = reading_ahead(self._history, self._stored, set(views))
+        with placement, ahead, Workers.of(self._history.store, budget) as workers:
+            for name, view in views.items():
+                view.begin(read[name], workers, budget)
+            for name, array in dense.items():
+                self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
+        fields = {name: into.get(name) or _given(placement, arrays) for name, arrays in read.items()}
+        return State(
+            tables={name: Table(fields[name], keys=_keys(view)) for name, view in views.items()},
+            tensors={n: given.tensors[n] if n in given.tensors else placement.given(a) for n, a in dense.items()},
+            extra=self.extra,
+            blobs={name: self.blob(name) for name in self.blobs},
+        )
 
-    def _load_table(self, name: str, into: Table | None, reading: tuple[Workers, Budget]) -> Table:
-        view = TableView(self._history, self._stored, name, reading)
-        keys = view.keys() if view.addressing == "keyed" else None
-        if into is None:
-            return Table(view.read(), keys=keys)
-        view.read(out=into.fields)
-        return Table(into.fields, keys=keys)
+    def _check_tensor(self, name: str, placement: Placement) -> None:
+        placement.check(self._stored.tensor_entry(name).dtype, f"tensor {name!r}")
 
-    def _load_tensor(self, name: str, into: ArrayLike | None, workers: Workers) -> ArrayLike:
+    def _tensor_destination(self, name: str, into: ArrayLike | None, placement: Placement) -> Array:
         entry = self._stored.tensor_entry(name)
+        shape = tuple(entry.shape)
         if into is None:
-            values = np.empty(entry.shape, dtypes.logical(entry.dtype))
-            self._stored.read_tensor(entry, values, workers)
-            return values
-        target = dlpack.to_writable(into, f"out tensor {name!r}")
-        if target.shape != tuple(entry.shape) or dtypes.name_of(target.dtype) != entry.dtype:
+            self._check_tensor(name, placement)
+            return placement.empty(shape, entry.dtype)
+        target = placement.into(into, f"out tensor {name!r}")
+        if target.shape != shape or dtypes.name_of(target.dtype) != entry.dtype:
             raise InvalidInputError(
-                f"out tensor {name!r}: {target.dtype} {target.shape} where {entry.dtype} {tuple(entry.shape)} is read"
+                f"out tensor {name!r}: {target.dtype} {target.shape} where {entry.dtype} {shape} is read"
             )
-        self._stored.read_tensor(entry, target, workers)
-        return into
+        return target
 
     def changes_since(
         self, other: int | Checkpoint, *, raw: bool = False, max_bytes: int = 64 << 20

@@ -11,6 +11,8 @@ import numpy as np
 
 from checkrun_format import chunks, dtypes, layout, packing, quantize
 from checkrun_format.blocks import BlockLayout, FieldLayout, FieldPlan, Pool
+from checkrun_format.dlpack import Array
+from checkrun_format.manifest import ArrayEntry
 from checkrun_format.rows import Ids
 from checkrun_format.stores import Buffer, Store
 from checkrun_format.writer import BlockWriter, PartSource, Writer, member_of
@@ -112,7 +114,7 @@ class Absent:
 class Forecaster(Writer):
     """Cuts parts into blocks as a writer does, and weighs the blocks by the widths of their arrays.
 
-    No value of a table is asked for; tensors and blobs are weighed as they are.
+    No value of a table or tensor is asked for.
     """
 
     def put_part(self, part: PartSource) -> None:
@@ -123,6 +125,16 @@ class Forecaster(Writer):
         self._foresee(part.table, part.plans)
         block = self._expect(part.plans, part.count, [] if part.rows is None else [part.rows])
         self._close_block(block, [member_of(part)])
+
+    def _write_flat(self, name: str, arrays: Sequence[Array], total: int) -> ArrayEntry:
+        entry = chunks.entry_for(
+            arrays[0].dtype.name, (total,), layout.balanced_chunk_rows(total, arrays[0].itemsize, self._chunk_bytes)
+        )
+        self._objects.put_array(name, entry)
+        size = entry.chunk_rows * arrays[0].itemsize + 4
+        for index in range(layout.chunk_count(total, entry.chunk_rows)):
+            self._objects.put(f"{name}/c/{index}", [Absent(size)])  # type: ignore[list-item]
+        return entry
 
     def _flush(self, pool: Pool) -> None:
         for member in pool.members:

@@ -19,6 +19,9 @@ from checkrun_format.errors import InvalidInputError
 U8 = npt.NDArray[np.uint8]
 _Words = npt.NDArray[Any]
 
+LINE = 64
+"""Bytes of a cache line, and of its alignment."""
+
 PIECE_ELEMENTS = 3 << 15
 """Elements of one piece of rows: 384 KiB as float32, which stay in a second-level cache."""
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes, layout, packing, quantize, versions
+from checkrun_format import dlpack, dtypes, layout, packing, versions
 from checkrun_format import manifest as documents
 from checkrun_format.chunks import ChunkReader, required, row_bytes
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import (
     DamagedError,
     NotFoundError,
@@ -31,7 +32,7 @@ from checkrun_format.manifest import (
     TableEntry,
     TensorEntry,
 )
-from checkrun_format.movement import scatter, within
+from checkrun_format.movement import within
 from checkrun_format.rows import Ids, Mask, Moves, Selection, length
 from checkrun_format.stores import Store
 from checkrun_format.workers import Workers
@@ -210,13 +211,16 @@ class StoredCheckpoint:
             self.read_tensor(entry, out, workers)
         return out
 
-    def read_tensor(self, entry: TensorEntry, out: npt.NDArray[Any], workers: Workers) -> None:
+    def read_tensor(self, entry: TensorEntry, out: Array, workers: Workers) -> None:
         """A dense tensor into an array of its shape and dtype, which is filled when `workers` is done."""
-        target = dtypes.as_stored(out)
-        if target is None or not target.flags.c_contiguous:
-            out[...] = self.tensor(entry.name)
+        target = dlpack.run_of(out)
+        if target is None:
+            whole = dlpack.empty_like(out, tuple(entry.shape))
+            with Workers.of(self.store) as own:
+                self.read_tensor(entry, whole, own)
+            out[...] = whole
         elif target.size:
-            self._read_dense(entry.writer, entry.dtype, entry.offset, target.reshape(-1), workers)
+            self._read_dense(entry.writer, entry.dtype, entry.offset, target, workers)
 
     def blob(self, span: documents.Span | documents.BlobEntry) -> bytes:
         """The bytes of a blob."""
@@ -226,7 +230,7 @@ class StoredCheckpoint:
                 self._read_dense(span.writer, "blob", span.offset, out, workers)
         return out.tobytes()
 
-    def _read_dense(self, writer: int, array: str, offset: int, out: npt.NDArray[Any], workers: Workers) -> None:
+    def _read_dense(self, writer: int, array: str, offset: int, out: Array, workers: Workers) -> None:
         place = self.place(f"{layout.dense_group(writer)}/{array}")
         entry = self.part_file(writer).dense.get(array) if writer < len(self.manifest.writers) else None
         if entry is None or len(entry.shape) != 1 or offset + out.size > entry.shape[0]:
@@ -237,9 +241,10 @@ class StoredCheckpoint:
             start = index * entry.chunk_rows
             low, high = max(offset, start), min(offset + out.size, start + entry.chunk_rows)
             target = out[low - offset : high - offset]
-            rows = slice(low - start, high - start)
-            read = functools.partial(self._chunks.into, place, entry, index, rows, target, shared=True)
-            workers.run(target.nbytes, read)
+            read = functools.partial(
+                self._chunks.into, place, entry, index, slice(low - start, high - start), shared=True
+            )
+            workers.run(target.nbytes, functools.partial(dlpack.receive, target, read))
 
     def extra(self) -> Any:
         """The trainer's state, as JSON values."""
@@ -393,7 +398,7 @@ class Block:
         unpacked = np.unpackbits(bits, bitorder="little").view(np.bool_)
         return unpacked[part.offset - first * 8 : part.offset - first * 8 + part.count]
 
-    def decode(self, f: BlockField, field: Field, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
+    def decode(self, f: BlockField, field: Field, index: int, moves: Moves, out: Array) -> None:
         """Put rows of one field into `out`.
 
         Parameters
@@ -403,7 +408,7 @@ class Block:
         moves : Moves
             From that chunk to rows of `out`.
         out : array (n, columns) or (n,)
-            The columns that the part holds, in the field's logical dtype.
+            The columns that the part holds, in the field's logical dtype; on the CPU or on its way to a device.
         """
         if f.encoding == "affine":
             self._decode_affine(f, index, moves, out)
@@ -413,12 +418,12 @@ class Block:
             raise UnsupportedFeatureError(f"{self._group}: unknown encoding {f.encoding!r} of field {f.name!r}")
         self._put_exact(f, field, index, moves, out)
 
-    def _decode_raw(self, f: BlockField, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
+    def _decode_raw(self, f: BlockField, index: int, moves: Moves, out: Array) -> None:
         name, stored = f"{f.name}.values", self._stored(f)
         entry = self.array(name, stored, (self.entry.rows, *(() if f.columns is None else (f.columns,))))
         positions, places = moves.given, moves.to
         run = moves.kept is None and isinstance(positions, slice) and isinstance(places, slice)
-        if run and f.dtype == dtypes.name_of(out.dtype):
+        if run and isinstance(out, np.ndarray) and f.dtype == dtypes.name_of(out.dtype):
             target = dtypes.as_stored(out[places])
             if target is not None:
                 assert isinstance(positions, slice)
@@ -428,14 +433,14 @@ class Block:
         for low, values in self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared):
             some, to = within(moves, low, low + step)
             if length(some):
-                scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
+                dlpack.scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
 
     def _stored(self, f: BlockField) -> str:
         if f.dtype not in dtypes.STORED:
             raise UnsupportedFeatureError(f"{self._group}: unknown dtype {f.dtype!r} of field {f.name!r}")
         return dtypes.STORED[f.dtype]
 
-    def _decode_affine(self, f: BlockField, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
+    def _decode_affine(self, f: BlockField, index: int, moves: Moves, out: Array) -> None:
         arrays = self._affine_arrays(f)
         step = self._step(*arrays)
         codes_of, qparams_of = (
@@ -445,7 +450,7 @@ class Block:
         for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
             some, to = within(moves, low, low + step)
             if length(some):
-                quantize.scatter_affine(codes, qparams, f.bits or 0, f.columns or 0, out, rows=some, dest=to)
+                dlpack.decode_affine(codes, qparams, f.bits or 0, out, some, to)
 
     def _step(self, *names: str) -> int:
         """Rows that are read at a time."""
@@ -496,7 +501,7 @@ class Block:
         entry = self.array(name, dtypes.STORED[field.dtype], shape)
         return index, self._rows(name, entry, 0, count)
 
-    def _put_exact(self, f: BlockField, field: Field, index: int, moves: Moves, out: npt.NDArray[Any]) -> None:
+    def _put_exact(self, f: BlockField, field: Field, index: int, moves: Moves, out: Array) -> None:
         exact_index, exact_values = self.exact(f, field)
         if exact_index.size:
             places, found = exact_among(exact_index, index * self.chunk_rows, moves.positions)

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes
+from checkrun_format import dlpack, dtypes
 from checkrun_format.blocks import EncodedField, FieldLayout
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import DamagedError, UnsupportedFeatureError
 from checkrun_format.manifest import BlockField, Field, TableEntry
 from checkrun_format.movement import Claims, TwiceError, prepare
@@ -143,7 +144,7 @@ def pieces(layers: Layers, wanted: Wanted, at_a_time: int = Budget().rows) -> It
     DamagedError
         Rows are stored twice, or nowhere (RES-1).
     """
-    for low in range(0, len(wanted), at_a_time):
+    for low in range(0, max(1, len(wanted)), at_a_time):  # of no rows, too, the newest layer is checked
         for piece in _pieces(layers, wanted.section(low, min(low + at_a_time, len(wanted)))):
             yield piece if low == 0 else replace(piece, moves=piece.moves.shifted(low))
 
@@ -291,7 +292,7 @@ def _union(arrays: Sequence[Ids]) -> Ids:
 def fill(
     layers: Layers,
     wanted: Wanted,
-    out: Mapping[str, npt.NDArray[Any]],
+    out: Mapping[str, Array],
     columns: Mapping[str, tuple[int, int]],
     workers: Workers,
     at_a_time: int = Budget().rows,
@@ -301,7 +302,7 @@ def fill(
     Parameters
     ----------
     out : mapping
-        Field name to an array (n, width) or (n,) of the field's logical dtype.
+        Field name to an array (n, width) or (n,) of the field's logical dtype, on the CPU or on its way to a device.
     columns : mapping
         Field name to the range of columns that its array takes.
     at_a_time : int
@@ -326,9 +327,7 @@ def read_rows(layers: Layers, wanted: Wanted, fields: Sequence[Field]) -> dict[s
     return out
 
 
-def _fill_field(
-    piece: Piece, f: Any, field: Field, start: int, out: npt.NDArray[Any], columns: tuple[int, int]
-) -> None:
+def _fill_field(piece: Piece, f: Any, field: Field, start: int, out: Array, columns: tuple[int, int]) -> None:
     decode = piece.block.decode
     if f.columns is None:
         decode(f, field, piece.chunk, piece.moves, out)
@@ -342,7 +341,7 @@ def _fill_field(
         return
     positions = piece.positions
     count = length(positions)
-    wide = np.empty((count, f.columns), out.dtype)
+    wide = dlpack.empty_like(out, (count, f.columns))
     decode(f, field, piece.chunk, Moves(positions, slice(0, count)), wide)
     target[piece.places] = wide[:, low - start : high - start]
 

@@ -348,6 +348,8 @@ class Run:
         checkpoint: int | Checkpoint | None = None,
         *,
         out: State | None = None,
+        framework: str | None = None,
+        device: object = None,
         skip_damaged: bool = False,
         fallback: bool = False,
         max_host_bytes: int | None = None,
@@ -358,8 +360,8 @@ class Run:
         ----------
         checkpoint : number or Checkpoint
             By default the latest. After restoring an older one, the next save is a base.
-        out : State
-            Existing arrays to read into, as of `Checkpoint.load`.
+        out, framework, device
+            Existing arrays to read into, and what new ones are, as of `Checkpoint.load`.
         skip_damaged : bool
             Pass over damaged commits above the latest readable one, as of `latest`.
         fallback : bool
@@ -383,7 +385,7 @@ class Run:
                 chosen = self._newest_sound()
             else:
                 chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-            state: State = chosen.load(out=out, max_host_bytes=max_host_bytes)
+            state: State = chosen.load(out=out, framework=framework, device=device, max_host_bytes=max_host_bytes)
             saver.ledger.restored_from(chosen.sequence)
             return state
 

@@ -30,6 +30,7 @@ from checkrun_format.commit import (
     taken,
 )
 from checkrun_format.compaction import copy_table
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import (
     CheckrunError,
     ConcurrentCommitError,
@@ -102,7 +103,7 @@ class Prepared:
     step: int | None
     sources: Mapping[str, TableSource]
     plans: Mapping[str, Sequence[FieldPlan]]
-    tensors: Mapping[str, np.ndarray[Any, Any]]
+    tensors: Mapping[str, Array]
     blobs: Mapping[str, bytes]
     extra: bytes
     parent: int | str | None

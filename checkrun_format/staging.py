@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from checkrun_format import dlpack, layout, quantize
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.commit import Claim
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.policy import BitRule, FieldBits
@@ -85,6 +85,11 @@ def field_plans(
         narrow = store_as.get(spec.name)
         if chosen is not None and narrow is not None:
             raise InvalidInputError(f"table {table!r}, field {spec.name!r}: both bits and store_as; give one")
+        method = None if chosen is None else quantize.method(encoders.get(spec.name, encoder), chosen)
+        if spec.device is not None and method is not None and method.name == "torch_compat":
+            raise InvalidInputError(
+                f"table {table!r}, field {spec.name!r}: torch_compat encodes arrays on the CPU, not on {spec.device}"
+            )
         plans.append(
             FieldPlan(
                 name=spec.name,
@@ -92,8 +97,9 @@ def field_plans(
                 columns=spec.columns,
                 start=starts.get(spec.name, 0),
                 bits=chosen,
-                encoder=None if chosen is None else quantize.method(encoders.get(spec.name, encoder), chosen),
+                encoder=method,
                 store_as=narrow,
+                device=spec.device,
             )
         )
     return plans
@@ -202,8 +208,8 @@ class StagedWriter:
 
     def put_tensor(self, name: str, values: ArrayLike) -> None:
         """Store a dense tensor; names are unique over all writers."""
-        array = dlpack.to_numpy(values, f"tensor {name!r}")
-        self._writer.put_tensor(layout.check_name(name, "tensor"), np.array(array))
+        array = dlpack.to_array(values, f"tensor {name!r}")
+        self._writer.put_tensor(layout.check_name(name, "tensor"), dlpack.copied(array))
 
     def put_blob(self, name: str, data: bytes) -> None:
         """Store opaque bytes; names are unique over all writers."""
@@ -244,7 +250,7 @@ def merge_fields(table: str, told: dict[str, list[Any]], fields: Mapping[str, Se
             known[1] = max(known[1], end)
 
 
-def _same_length(table: str, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+def _same_length(table: str, arrays: dict[str, Array]) -> dict[str, Array]:
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) > 1:
         raise InvalidInputError(f"table {table!r}: its fields have different numbers of rows: {counts}")
@@ -280,7 +286,7 @@ def _counted(table: str, ids: Ids, count: int) -> Ids:
     return ids
 
 
-def _starts(table: str, arrays: Mapping[str, npt.NDArray[Any]], columns: Any) -> dict[str, int]:
+def _starts(table: str, arrays: Mapping[str, Array], columns: Any) -> dict[str, int]:
     if columns is None:
         return {}
     wide = {name: array.shape[1] for name, array in arrays.items() if array.ndim == 2}
@@ -330,10 +336,8 @@ def _deleted(table: str, deleted: ArrayLike | None, key_dtype: str | None) -> Id
     return np.unique(ids)
 
 
-def _fetch(
-    arrays: Mapping[str, npt.NDArray[Any]], order: Ids | None
-) -> Callable[[int, int], dict[str, npt.NDArray[Any]]]:
-    def fetch(low: int, high: int) -> dict[str, npt.NDArray[Any]]:
+def _fetch(arrays: Mapping[str, Array], order: Ids | None) -> Callable[[int, int], dict[str, Array]]:
+    def fetch(low: int, high: int) -> dict[str, Array]:
         at = slice(low, high) if order is None else order[low:high]
         return {name: array[at] for name, array in arrays.items()}
 

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dlpack, dtypes, layout, quantize
+from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.quantize import Method
 from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, length, sorted_ids
 
 ArrayLike: TypeAlias = Any
-"""numpy, or anything with `__dlpack__` on the CPU."""
+"""numpy, or anything with `__dlpack__` (torch, jax, cupy, ...), on the CPU or on a device."""
 
 
 class All:
@@ -46,11 +47,13 @@ INHERIT: Final = Inherit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """Name, logical dtype and columns (None for one value per row) of a field."""
+    """Name, logical dtype, columns (None for one value per row) and place of a field."""
 
     name: str
     dtype: str
     columns: int | None
+    device: str | None = None
+    """Where its values are; None: the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ class Function:
     fetch: Callable[[Ids], Mapping[str, ArrayLike]]
     rows: int | None
     fields: Mapping[str, tuple[npt.DTypeLike, int | None]]
+    device: str | None
 
 
 class Table:
@@ -68,7 +72,8 @@ class Table:
     Parameters
     ----------
     fields : mapping of text to array
-        Field name (`[a-z][a-z0-9_]{0,63}`) to an array (rows, columns) or (rows,). All rows of the table.
+        Field name (`[a-z][a-z0-9_]{0,63}`) to an array (rows, columns) or (rows,). All rows of the table. Of those on
+        a device, rows are gathered and encoded there, piece by piece.
     changed : row ids, boolean mask of (rows,), or ALL
         The rows changed since the run's origin (its last committed save or restore) that no save was told yet.
         Required once the table has been saved. In a keyed table: keys, or a mask aligned with `keys`. New rows and
@@ -113,6 +118,7 @@ class Table:
         fields: Mapping[str, tuple[npt.DTypeLike, int | None]],
         rows: int | None = None,
         keys: ArrayLike | None = None,
+        device: str | None = None,
         changed: ArrayLike | All | None = None,
         deleted: ArrayLike | None = None,
         bits: int | Mapping[str, int | None] | Inherit | None = INHERIT,
@@ -130,9 +136,11 @@ class Table:
             Field name to (dtype, columns); columns None for one value per row.
         rows : int
             Number of rows of a dense table; or else `keys`.
+        device : str
+            The torch device that all answers are on, as in "cuda:0", to be encoded there; by default the CPU.
         """
         table = cls({}, changed=changed, keys=keys, deleted=deleted, bits=bits, encoder=encoder, store_as=store_as)
-        table.function = Function(fetch=fetch, rows=rows, fields=_as_dict(fields, "fields of a table"))
+        table.function = Function(fetch=fetch, rows=rows, fields=_as_dict(fields, "fields of a table"), device=device)
         return table
 
     def __getitem__(self, name: str) -> Any:
@@ -182,7 +190,7 @@ class TableSource:
     bits: int | Mapping[str, int | None] | Inherit | None
     encoders: Mapping[str, Method]
     store_as: Mapping[str, str]
-    fetch: Callable[[Selection], dict[str, npt.NDArray[Any]]]
+    fetch: Callable[[Selection], dict[str, Array]]
     """Values of rows by position: in the order of row numbers, or of `keys`."""
     transient: bool
     """Whether they may change with the next call."""
@@ -241,17 +249,15 @@ def table_source(name: object, table: object) -> TableSource:
     )
 
 
-def _common_rows(table: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
+def _common_rows(table: str, arrays: Mapping[str, Array]) -> int:
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) != 1:
         raise InvalidInputError(f"table {table!r}: its fields have different numbers of rows: {counts}")
     return next(iter(counts.values()))
 
 
-def _array_fetch(
-    arrays: Mapping[str, npt.NDArray[Any]], order: Ids | None
-) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
-    def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
+def _array_fetch(arrays: Mapping[str, Array], order: Ids | None) -> Callable[[Selection], dict[str, Array]]:
+    def fetch(selection: Selection) -> dict[str, Array]:
         at = selection if order is None else order[selection]
         return {name: array[at] for name, array in arrays.items()}
 
@@ -260,22 +266,22 @@ def _array_fetch(
 
 def _function_fetch(
     table: str, specs: Sequence[FieldSpec], function: Function, keys: Ids | None
-) -> Callable[[Selection], dict[str, npt.NDArray[Any]]]:
-    def fetch(selection: Selection) -> dict[str, npt.NDArray[Any]]:
+) -> Callable[[Selection], dict[str, Array]]:
+    def fetch(selection: Selection) -> dict[str, Array]:
         ids = _positions(selection) if keys is None else keys[selection]
         return _fetched(table, specs, function.fetch(ids.copy()), length(selection))
 
     return fetch
 
 
-def field_arrays(table: str, fields: Mapping[str, ArrayLike]) -> dict[str, npt.NDArray[Any]]:
-    """The fields of a table as numpy arrays of one or two dimensions."""
+def field_arrays(table: str, fields: Mapping[str, ArrayLike], device: str | None = None) -> dict[str, Array]:
+    """The fields of a table as arrays of one or two dimensions, where they are; they must be on `device` if given."""
     if not isinstance(fields, Mapping) or not fields:
         raise InvalidInputError(f"table {table!r}: no fields; give a mapping of field names to arrays")
     arrays = {}
     for name, value in fields.items():
         what = f"table {table!r}, field {layout.check_field_name(name, table)!r}"
-        arrays[name] = dlpack.to_numpy(value, what)
+        arrays[name] = dlpack.to_array(value, what) if device is None else dlpack.to_device_array(value, what, device)
         _check_shape(arrays[name].shape, what)
     return arrays
 
@@ -287,14 +293,15 @@ def _check_shape(shape: tuple[int, ...], what: str) -> None:
         raise InvalidInputError(f"{what}: shape {shape} has no columns")
 
 
-def spec_of(name: str, array: npt.NDArray[Any]) -> FieldSpec:
+def spec_of(name: str, array: Array) -> FieldSpec:
     """The spec of a field, from its array."""
     columns = int(array.shape[1]) if array.ndim == 2 else None
-    return FieldSpec(name=name, dtype=dtypes.name_of(array.dtype), columns=columns)
+    return FieldSpec(name=name, dtype=dtypes.name_of(array.dtype), columns=columns, device=dlpack.device_of(array))
 
 
 def _function_fields(name: str, table: Table, function: Function) -> tuple[tuple[FieldSpec, ...], int]:
-    specs = tuple(_spec_given(name, field_name, spec) for field_name, spec in function.fields.items())
+    device = None if function.device is None else dlpack.checked_device(function.device)
+    specs = tuple(_spec_given(name, field_name, spec, device) for field_name, spec in function.fields.items())
     if not specs:
         raise InvalidInputError(f"table {name!r}: no fields")
     if (function.rows is None) == (table.keys is None):
@@ -310,7 +317,7 @@ def _whole(rows: object, name: str) -> int:
     return int(rows)
 
 
-def _spec_given(table: str, name: str, spec: object) -> FieldSpec:
+def _spec_given(table: str, name: str, spec: object, device: str | None) -> FieldSpec:
     layout.check_field_name(name, table)
     if not isinstance(spec, tuple) or len(spec) != 2:
         raise InvalidInputError(f"table {table!r}, field {name!r}: give (dtype, columns), not {spec!r}")
@@ -321,21 +328,24 @@ def _spec_given(table: str, name: str, spec: object) -> FieldSpec:
         known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
     except InvalidInputError as error:
         raise InvalidInputError(f"table {table!r}, field {name!r}: {error}") from error
-    return FieldSpec(name=name, dtype=known, columns=columns)
+    return FieldSpec(name=name, dtype=known, columns=columns, device=device)
 
 
 def _positions(selection: Selection) -> Ids:
     return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
 
 
-def _fetched(
-    table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int
-) -> dict[str, npt.NDArray[Any]]:
+def _fetched(table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int) -> dict[str, Array]:
     """The arrays that a function gave, checked."""
-    arrays = field_arrays(table, values)
+    arrays = field_arrays(table, values, specs[0].device)
     for spec in specs:
         wanted = (count,) if spec.columns is None else (count, spec.columns)
         got = arrays.get(spec.name)
+        if got is not None and dlpack.device_of(got) != spec.device:
+            raise InvalidInputError(
+                f"table {table!r}, field {spec.name!r}: the function gave values on {dlpack.device_of(got)}: say so by "
+                "device= of Table.from_function"
+            )
         if got is None or got.shape != wanted or dtypes.name_of(got.dtype) != spec.dtype:
             found = "nothing" if got is None else f"{got.dtype} {got.shape}"
             raise InvalidInputError(
@@ -426,10 +436,10 @@ def checked_store_as(name: str, given: Mapping[str, str] | None, fields: Iterabl
     return chosen
 
 
-def tensor_arrays(tensors: Mapping[str, ArrayLike]) -> dict[str, npt.NDArray[Any]]:
-    """The dense tensors as numpy arrays."""
+def tensor_arrays(tensors: Mapping[str, ArrayLike]) -> dict[str, Array]:
+    """The dense tensors as arrays, where they are."""
     return {
-        layout.check_name(name, "tensor"): dlpack.to_numpy(value, f"tensor {name!r}")
+        layout.check_name(name, "tensor"): dlpack.to_array(value, f"tensor {name!r}")
         for name, value in _as_dict(tensors, "tensors").items()
     }
 

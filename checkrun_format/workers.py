@@ -15,7 +15,7 @@ import numpy as np
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.stores import Store
 
-Task: TypeAlias = Callable[[], None]
+Task: TypeAlias = Callable[[], object]
 
 
 class ProcessLock:

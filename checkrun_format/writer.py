@@ -11,8 +11,9 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import blocks, chunks, dtypes, layout, quantize
+from checkrun_format import blocks, chunks, dlpack, dtypes, layout, quantize
 from checkrun_format.blocks import BlockLayout, EncodedRows, FieldLayout, FieldPlan, Member, PlainRows, Pool
+from checkrun_format.dlpack import Array
 from checkrun_format.manifest import (
     ArrayEntry,
     BlockEntry,
@@ -39,7 +40,7 @@ _POOL_BYTES = 64 << 20
 _PIECE_BYTES = 16 << 20
 """Source bytes that are gathered and encoded at a time."""
 
-Fetch: TypeAlias = Callable[[int, int], dict[str, npt.NDArray[Any]]]
+Fetch: TypeAlias = Callable[[int, int], dict[str, Array]]
 """Rows low..high-1 of a part, by field."""
 
 
@@ -201,7 +202,7 @@ class Writer:
         self._blocks: list[BlockEntry] = []
         self._parts: list[list[int]] = []
         self._pools: dict[Hashable, Pool] = {}
-        self._dense: dict[str, list[npt.NDArray[Any]]] = {}
+        self._dense: dict[str, list[Array]] = {}
         self._dense_sizes: dict[str, int] = {}
         self._tensors: list[dict[str, Any]] = []
         self._blobs: list[dict[str, Any]] = []
@@ -236,7 +237,7 @@ class Writer:
         key = (part.rows is not None and part.count > 0, *(dataclasses.replace(plan, start=0) for plan in plans))
         pool = self._pools.setdefault(key, Pool(plans=plans))
         if part.count:
-            values = {name: np.array(array) for name, array in part.fetch(0, part.count).items()}
+            values = {name: dlpack.copied(array) for name, array in part.fetch(0, part.count).items()}
             pool.plain.append(PlainRows(count=part.count, values=values, rows=part.rows))
         self._add_member(key, pool, member_of(part), size + part.deleted.nbytes)
 
@@ -256,10 +257,10 @@ class Writer:
         if pool.bytes >= _POOL_BYTES:
             self._flush(self._pools.pop(key))
 
-    def put_tensor(self, name: str, values: npt.NDArray[Any]) -> None:
+    def put_tensor(self, name: str, values: Array) -> None:
         """Store a dense tensor; its memory is read until `finish`."""
         dtype = dtypes.name_of(values.dtype)
-        flat = dtypes.to_stored(values).reshape(-1)
+        flat = dlpack.flat(values)
         offset = self._append(dtype, flat) if flat.size else 0
         writer = self._number if flat.size else 0
         shape = [int(n) for n in values.shape]
@@ -274,7 +275,7 @@ class Writer:
         offset = self._append("blob", np.frombuffer(data, np.uint8)) if data else 0
         return {"writer": self._number if data else 0, "offset": offset, "bytes": len(data)}
 
-    def _append(self, array: str, values: npt.NDArray[Any]) -> int:
+    def _append(self, array: str, values: Array) -> int:
         offset = self._dense_sizes.get(array, 0)
         self._dense.setdefault(array, []).append(values)
         self._dense_sizes[array] = offset + values.size
@@ -379,7 +380,7 @@ class Writer:
             entries[name] = self._write_flat(f"{group}/{name}", arrays, self._dense_sizes[name])
         return entries
 
-    def _write_flat(self, name: str, arrays: Sequence[npt.NDArray[Any]], total: int) -> ArrayEntry:
+    def _write_flat(self, name: str, arrays: Sequence[Array], total: int) -> ArrayEntry:
         chunk_rows = layout.balanced_chunk_rows(total, arrays[0].itemsize, self._chunk_bytes)
         entry = chunks.entry_for(arrays[0].dtype.name, (total,), chunk_rows)
         self._objects.put_array(name, entry)
@@ -419,12 +420,12 @@ def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> I
         yield encoder.encode(_fetched(part, start, stop), rows)
 
 
-def _fetched(part: PartSource, low: int, high: int) -> dict[str, npt.NDArray[Any]]:
-    """Values of some rows that stay as they are until they are stored."""
+def _fetched(part: PartSource, low: int, high: int) -> dict[str, Array]:
+    """Values of some rows that stay as they are until they are stored; what is on a device is copied by encoding it."""
     values = part.fetch(low, high)
     if part.transient:
-        as_given = [plan.name for plan in part.plans if not plan.lossy]
-        values = values | {name: np.array(values[name]) for name in as_given}
+        as_given = [plan.name for plan in part.plans if not plan.lossy and plan.device is None]
+        values = values | {name: dlpack.copied(values[name]) for name in as_given}
     return values
 
 
@@ -436,14 +437,14 @@ def _recent_bits(members: Sequence[Member]) -> Mask | None:
     return np.concatenate(bits)
 
 
-def _recut(arrays: Sequence[npt.NDArray[Any]], size: int) -> Iterator[npt.NDArray[Any]]:
-    """The concatenation of flat arrays in pieces of `size` elements; views where a piece lies in one array."""
+def _recut(arrays: Sequence[Array], size: int) -> Iterator[npt.NDArray[Any]]:
+    """The concatenation of flat arrays in pieces of `size` elements; views where a piece lies in one array here."""
     waiting: list[npt.NDArray[Any]] = []
     held = 0
     for array in arrays:
         start = 0
         while start < array.size:
-            take = array[start : start + size - held]
+            take = dlpack.on_host(array[start : start + size - held])
             waiting.append(take)
             held += take.size
             start += take.size

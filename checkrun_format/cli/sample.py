@@ -48,7 +48,8 @@ class Place:
         if isinstance(self.source, FileTable):
             return np.require(self.source.fields[self.field][chosen], requirements="A")
         ids: Ids = self.source.keys()[chosen] if self.source.addressing == "keyed" else chosen
-        return self.source.take(ids, fields=[self.field])[self.field]
+        taken: npt.NDArray[Any] = self.source.take(ids, fields=[self.field])[self.field]
+        return taken
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import types
 
-from checkrun_format.quantize.engine import LINE
+from checkrun_format.packing import LINE
 from checkrun_format.quantize.kernels import compiled_as, filled, given
 from checkrun_format.quantize.lines import put_line, settle, whole_lines
 

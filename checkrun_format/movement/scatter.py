@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format.movement import engine
-from checkrun_format.quantize.engine import LINE
+from checkrun_format.packing import LINE
 from checkrun_format.rows import Selection, length
 
 Array = npt.NDArray[Any]

@@ -20,9 +20,6 @@ T = TypeVar("T")
 
 KERNELS = "checkrun_format.quantize.kernels"
 
-LINE = 64
-"""Bytes of a cache line, and of its alignment."""
-
 COMPILED_FROM = 1 << 16
 """Elements from which on it pays to load the compiled kernels, if nothing has loaded them yet."""
 

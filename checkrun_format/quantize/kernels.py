@@ -16,8 +16,8 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
+from checkrun_format.packing import LINE
 from checkrun_format.quantize import lanes
-from checkrun_format.quantize.engine import LINE
 from checkrun_format.quantize.lanes import HAS_HALVES, LANES, ROWS
 from checkrun_format.quantize.lines import put_line, settle, whole_lines
 from checkrun_format.quantize.trials import NARROWEST, RISK

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
-from checkrun_format.quantize.engine import LINE
+from checkrun_format.packing import LINE
 
 _WORD = ir.IntType(64)
 _VECTOR = ir.VectorType(_WORD, LINE // 8)

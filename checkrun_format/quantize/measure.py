@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,12 +15,12 @@ SAMPLE = 1024
 """Rows of a sample, about; evenly spaced."""
 
 
-def sampled_l2(values: Array, quantized: Quantized) -> tuple[npt.NDArray[np.int64], F64]:
+def sampled_l2(values: Any, quantized: Quantized) -> tuple[npt.NDArray[np.int64], F64]:
     """Errors of evenly spaced rows, exact ones left out.
 
     Parameters
     ----------
-    values : array (n, columns)
+    values : array or torch tensor (n, columns)
         What was given.
     quantized : Quantized
         What an encoder made of it.
@@ -35,7 +37,7 @@ def sampled_l2(values: Array, quantized: Quantized) -> tuple[npt.NDArray[np.int6
     return rows, _norms(values, quantized, rows)
 
 
-def mean_l2(values: Array, quantized: Quantized) -> tuple[float, float] | None:
+def mean_l2(values: Any, quantized: Quantized) -> tuple[float, float] | None:
     """The same two norms, means over all rows but the exact ones; None if all rows are exact.
 
     Memory does not grow with the number of rows.
@@ -47,7 +49,16 @@ def mean_l2(values: Array, quantized: Quantized) -> tuple[float, float] | None:
     return (float(sums[0] / count), float(sums[1] / count)) if count else None
 
 
-def _norms(values: Array, quantized: Quantized, rows: npt.NDArray[np.int64]) -> F64:
-    given = values[rows].astype(np.float64)
+def _norms(values: Any, quantized: Quantized, rows: npt.NDArray[np.int64]) -> F64:
+    given = _rows_of(values, rows).astype(np.float64)
     error = decode(quantized, rows=rows).astype(np.float64) - given
     return np.stack([np.sqrt((error**2).sum(1)), np.sqrt((given**2).sum(1))], axis=1)
+
+
+def _rows_of(values: Any, rows: npt.NDArray[np.int64]) -> Array:
+    if type(values).__module__ == "torch":
+        from checkrun_format.quantize.tensors import taken_rows
+
+        return taken_rows(values, rows)
+    taken: Array = values[rows]
+    return taken

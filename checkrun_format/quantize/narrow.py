@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import checked_columns, row_pieces
-from checkrun_format.quantize.record import Array, nan_rows
-
-PRECISIONS = {"float16": 2**11, "bfloat16": 2**8}
-"""The reciprocal of the relative error that RAW-1 allows, by the dtype of the stored values."""
+from checkrun_format.quantize.record import PRECISIONS, Array, nan_rows
 
 
-def narrow(values: npt.NDArray[np.float32], store_as: str) -> tuple[Array, npt.NDArray[np.int64]]:
+def narrow(values: Any, store_as: str) -> tuple[Array, npt.NDArray[np.int64]]:
     """Round rows to 16 bits, except those that do not fit (RAW-1).
 
     A row fits if all its values are finite and stay within the relative error 2^-11 (float16) or 2^-8 (bfloat16).
 
     Parameters
     ----------
-    values : float32 array (n,) or (n, columns)
-        Any strides and byte order; columns at least 1.
+    values : float32 array or torch tensor (n,) or (n, columns)
+        Any strides and byte order; columns at least 1. A tensor is narrowed on its device.
     store_as : str
         "float16" or "bfloat16".
 
@@ -44,7 +43,13 @@ def narrow(values: npt.NDArray[np.float32], store_as: str) -> tuple[Array, npt.N
     >>> narrowed.tolist(), exact_index.tolist()
     ([0.5, nan, -0.0], [1])
     """
-    _check(values, store_as)
+    if store_as not in PRECISIONS:
+        raise InvalidInputError(f"store_as must be one of {', '.join(PRECISIONS)}, not {store_as!r}")
+    if type(values).__module__ == "torch":
+        from checkrun_format.quantize.tensors import narrow_tensor
+
+        return narrow_tensor(values, store_as)
+    _check(values)
     wide = values.reshape(-1, 1) if values.ndim == 1 else values
     narrowed = np.empty(wide.shape, dtypes.logical(store_as))
     with np.errstate(all="ignore"):
@@ -64,9 +69,7 @@ def _narrow_piece(values: Array, out: Array) -> int:
     return int(np.count_nonzero(misfit))
 
 
-def _check(values: object, store_as: str) -> None:
-    if store_as not in PRECISIONS:
-        raise InvalidInputError(f"store_as must be one of {', '.join(PRECISIONS)}, not {store_as!r}")
+def _check(values: object) -> None:
     if not isinstance(values, np.ndarray) or values.ndim not in (1, 2) or dtypes.name_of(values.dtype) != "float32":
         raise InvalidInputError("only float32 arrays of one or two dimensions are stored narrower")
     if values.ndim == 2:

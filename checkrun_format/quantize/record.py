@@ -15,6 +15,9 @@ from checkrun_format.packing import packed_width, row_pieces
 QPARAMS_DTYPES = ("float16", "float32")
 """Dtypes in which scale and bias may be stored (BLK-1)."""
 
+PRECISIONS = {"float16": 2**11, "bfloat16": 2**8}
+"""The reciprocal of the relative error that RAW-1 allows, by the dtype of the stored values."""
+
 Array = npt.NDArray[Any]
 
 

@@ -68,7 +68,8 @@ def import_into(file: Path, url: Path, values: Array, bits: Any) -> Any:
 
 
 def weight(checkpoint: crf.Checkpoint) -> Array:
-    return checkpoint.table("emb").read()["weight"]
+    values: Array = checkpoint.table("emb").read()["weight"]
+    return values
 
 
 def assert_changes_are_told(before: crf.Checkpoint, after: crf.Checkpoint) -> None:

@@ -306,6 +306,8 @@ def check_reads(view: crf.TableView, ids: Ids, wanted: Fields, rng: np.random.Ge
     left, right = sorted(rng.integers(0, WEIGHTS + 1, 2).tolist())
     part = view.read(slice(low, high), columns=slice(left, right), fields=["weight"])
     assert same_fields(part, {"weight": wanted["weight"][low:high, left:right]})
+    there = view.read(slice(low, high), columns=slice(left, right), fields=["weight"], device="cpu")
+    assert same_fields({"weight": there["weight"].numpy()}, part)
     places = rng.integers(0, len(ids), rng.integers(0, 8)) if len(ids) else ids
     assert same_fields(view.take(ids[places]), taken(wanted, places))
 

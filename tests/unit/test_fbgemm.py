@@ -54,7 +54,8 @@ def model(tmp_path: Path) -> Model:
 
 
 def decoded(checkpoint: crf.Checkpoint) -> Array:
-    return checkpoint.table("emb").read()["weight"]
+    values: Array = checkpoint.table("emb").read()["weight"]
+    return values
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(1, 2), (2, 2), (3, 4), (4, 4), (5, 8), (6, 8), (7, 8), (8, 8)])

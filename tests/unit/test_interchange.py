@@ -61,7 +61,8 @@ def random(rows: int, columns: int = 8, dtype: Any = np.float32, seed: int = 0) 
 
 
 def weight(checkpoint: crf.Checkpoint, table: str) -> Array:
-    return checkpoint.table(table).read()["weight"]
+    values: Array = checkpoint.table(table).read()["weight"]
+    return values
 
 
 class TestWhatBecomesOfTensors:

@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from checkrun_format.workers import Workers
+from checkrun_format.errors import InvalidInputError
+from checkrun_format.workers import Budget, Workers
 
 LARGE = 1 << 20
 
@@ -18,6 +20,17 @@ def raising(error: BaseException) -> Callable[[], None]:
         raise error
 
     return task
+
+
+def test_a_budget_is_cut_in_quarters() -> None:
+    for given in (1 << 30, np.int64(1 << 30)):
+        budget = Budget(given)  # type: ignore[arg-type]
+        assert (budget.tasks, budget.kept, budget.rows) == (1 << 28, 1 << 28, 1 << 28)
+    least = Budget(1)
+    assert (least.tasks, least.kept, least.rows) == (0, 0, 1 << 16)
+    assert Budget().max_host_bytes == 256 << 20
+    with pytest.raises(InvalidInputError, match="max_host_bytes 0"):
+        Budget(0)
 
 
 def test_every_task_has_run_when_the_context_ends() -> None:
