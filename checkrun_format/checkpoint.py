@@ -430,8 +430,8 @@ class Checkpoint:
         budget = self._history.budget(max_host_bytes)
         read = {name: view.destinations(into.get(name), placement) for name, view in views.items()}
         dense = {name: self._tensor_destination(name, given.tensors.get(name), placement) for name in self.tensors}
-        ahead = reading_ahead(self._history, self._stored, list(views))
-        with ahead, placement, Workers.of(self._history.store, budget) as workers:
+        ahead = reading_ahead(self._history, self._stored, set(views))
+        with placement, ahead, Workers.of(self._history.store, budget) as workers:
             for name, view in views.items():
                 view.begin(read[name], workers, budget)
             for name, array in dense.items():

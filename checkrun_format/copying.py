@@ -166,8 +166,7 @@ class _Copy:
         names = ["zarr.json", "manifest.json", *(layout.part_file(document.writer) for document in files)]
         chunks = {stored.place(name) for document in files for name in objects_of(document) if "/c/" in name}
         names += [name for document in files for name in objects_of(document)]
-        wider = max(source, destination, key=lambda store: store.parallel)
-        with Workers(wider.parallel, wider.budget_bytes) as workers:
+        with Workers.of(max((source, destination), key=lambda store: store.parallel)) as workers:
             for key in map(stored.place, names):
                 if key not in sizes:
                     raise missing(source, key)

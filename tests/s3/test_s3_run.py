@@ -141,6 +141,17 @@ def test_a_copy_by_other_tools_is_the_same_run(s3: Place, tmp_path: Path) -> Non
     client.close()
 
 
+def test_a_run_is_copied_to_s3_and_back(s3: Place, tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", "a", durable=False, policy="consecutive")
+    for step in range(3):
+        run.save(state(step), step=step)
+    crf.copy_run(tmp_path / "run", s3.store())
+    assert s3.open("r").verify() == []
+    assert_same(s3.open("r").load(), state(2))
+    crf.copy_run(s3.store(), tmp_path / "back")
+    assert_same(crf.open_run(tmp_path / "back").load(), state(2))
+
+
 def test_strangers_around_a_run(s3: Place) -> None:
     """Objects beside the run do not matter, and a place that holds other things is no place for one."""
     outside = S3Store(s3.url.rpartition("/")[0], storage_options=s3.options)

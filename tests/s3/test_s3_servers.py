@@ -211,8 +211,9 @@ def test_a_server_that_has_no_space_left(tmp_path: Path) -> None:
 # Writers that die -----------------------------------------------------------------------------------------------------
 
 
-def _saves(s3: Place) -> None:
+def _saves(s3: Place, opened: int) -> None:
     run = s3.open(policy="consecutive")
+    os.write(opened, b".")
     step = 0 if run.latest(None) is None else int(run.restore().extra["step"]) + 1
     while True:
         run.save(state(step), step=step)
@@ -224,13 +225,17 @@ def test_a_writer_that_is_killed_at_random_times(s3: Place) -> None:
     rounds, chance = int(os.environ.get("CHECKRUN_S3_KILLS", "4")), random.Random(4)
     before = 0
     for _ in range(rounds):
+        opened, told = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                _saves(s3)
+                _saves(s3, told)
             finally:
                 os._exit(1)
-        time.sleep(chance.uniform(0.2, 1.2))
+        os.close(told)
+        assert os.read(opened, 1) == b"."
+        os.close(opened)
+        time.sleep(chance.uniform(0, 1.5))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         reader = s3.open("r") if s3.store().get("zarr.json") else None
@@ -242,11 +247,12 @@ def test_a_writer_that_is_killed_at_random_times(s3: Place) -> None:
             loaded = reader[number].load()
             assert_same(loaded, state(int(loaded.extra["step"])))
         before = latest.sequence
-    assert before >= rounds // 2
     assert [p for p in s3.open("r").verify() if p.kind != "litter"] == []
     run = s3.open()
     run.prune(run.plan_prune(crf.Keep(last=2), abandoned=0))
     assert s3.open("r").verify() == []
+    run.restore()
+    assert run.save(state(99), step=99).sequence == before + 1
 
 
 # Servers that ignore conditions ---------------------------------------------------------------------------------------
