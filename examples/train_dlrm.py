@@ -64,10 +64,13 @@ class GeneratedLog:
         sizes = torch.tensor(self.rows, dtype=torch.float64)
         categories = (torch.exp(uniform * torch.log(sizes + 1)) - 1).long()  # Zipf's law with exponent 1
         numbers = torch.randn(self.batch_size, NUMBERS, generator=draw)
-        vectors = torch.stack([v[c] for v, c in zip(self._vectors, categories.T, strict=True)])
-        logits = (vectors[0] * vectors[1] - vectors[2] * vectors[3]).sum(1) + numbers @ self._weights
-        clicks = torch.bernoulli(torch.sigmoid(logits), generator=draw)
+        clicks = torch.bernoulli(torch.sigmoid(self.truth(numbers, categories)), generator=draw)
         return Batch(torch.arange(self.batch_size) + number * self.batch_size, numbers, categories, clicks)
+
+    def truth(self, numbers: Tensor, categories: Tensor) -> Tensor:
+        """The logits that clicks are drawn from, (n,): no model can do better."""
+        vectors = torch.stack([v[c] for v, c in zip(self._vectors, categories.T, strict=True)])
+        return (vectors[0] * vectors[1] - vectors[2] * vectors[3]).sum(1) + numbers @ self._weights
 
 
 class FileLog:
@@ -127,6 +130,8 @@ class DLRM(nn.Module):
     def __init__(self, rows: tuple[int, ...]) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(n, COLUMNS, mode="sum", sparse=True) for n in rows)
+        for table in self.tables:
+            nn.init.normal_(table.weight, std=0.1)  # products of rows of torch's N(0, 1) are noise that hides the rule
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 32), nn.ReLU(), nn.Linear(32, COLUMNS), nn.ReLU())
         self.register_buffer("pairs", torch.combinations(torch.arange(len(rows) + 1)).T, persistent=False)
         self.top = nn.Sequential(nn.Linear(COLUMNS + self.pairs.shape[1], 64), nn.ReLU(), nn.Linear(64, 1))
@@ -137,7 +142,32 @@ class DLRM(nn.Module):
         looked_up = [table(ids[:, None]) for table, ids in zip(self.tables, categories.T, strict=True)]
         vectors = torch.stack([dense, *looked_up], 1)
         left, right = self.pairs
-        return self.top(torch.cat([dense, (vectors[:, left] * vectors[:, right]).sum(2)], 1)).squeeze(1)
+        products = torch.bmm(vectors, vectors.mT)[:, left, right]
+        return self.top(torch.cat([dense, products], 1)).squeeze(1)
+
+
+class Trainer:
+    """A model, its optimizers, and what they do with a batch."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        torch.sparse.check_sparse_tensor_invariants.disable()  # else Adagrad warns that it could be enabled
+        self.model = DLRM(rows)
+        others = [*self.model.bottom.parameters(), *self.model.top.parameters()]
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "tables": torch.optim.Adagrad(self.model.tables.parameters(), lr=0.05),
+            "others": torch.optim.Adam(others, lr=1e-3),
+        }
+
+    def train(self, batch: Batch) -> float:
+        """One step; returns its loss."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        logits = self.model(batch.numbers, batch.categories)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.clicks)
+        loss.backward()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        return loss.item()
 
 
 def main() -> None:
@@ -156,11 +186,8 @@ def main() -> None:
     parser.add_argument("--trained", type=Path, help="append the step and its samples to this file")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # else Adagrad warns that it could be enabled
     log = GeneratedLog(options.batch_size) if options.log is None else FileLog(options.log, options.batch_size)
-    model = DLRM(log.rows)
-    tables = torch.optim.Adagrad(model.tables.parameters(), lr=0.05)
-    others = torch.optim.Adam([*model.bottom.parameters(), *model.top.parameters()], lr=1e-3)
+    trainer = Trainer(log.rows)
     budget, mean = ReaderBudget(), 0.0
 
     def trainer_state() -> dict[str, Any]:
@@ -168,8 +195,8 @@ def main() -> None:
 
     with Checkpointer(
         options.run,
-        model,
-        {"tables": tables, "others": others},
+        trainer.model,
+        trainer.optimizers,
         policy="intermittent",
         bits=options.bits,
         every=options.every,
@@ -182,14 +209,7 @@ def main() -> None:
         reader = budget.limit(Reader(log, checkpointer.step, options.steps), first=checkpointer.step)
         loader = DataLoader(reader, batch_size=None, num_workers=options.workers)
         for step, batch in enumerate(loader, checkpointer.step):
-            tables.zero_grad()
-            others.zero_grad()
-            logits = model(batch.numbers, batch.categories)
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.clicks)
-            loss.backward()
-            tables.step()
-            others.step()
-            mean += (loss.item() - mean) / min(step + 1, 100)
+            mean += (trainer.train(batch) - mean) / min(step + 1, 100)
             if options.trained is not None:
                 _append(options.trained, f"{step} {' '.join(map(str, batch.ids.tolist()))}\n")
             if checkpointer.step_done(step, extra=trainer_state) is not None:
