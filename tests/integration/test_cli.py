@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "COLUMNS": "40"}
 PROGRAM = [sys.executable, "-m", "checkrun_format.cli"]
 COMMANDS = (
-    *("cat", "changes", "compact", "demo", "diff", "export", "import", "info"),
+    *("cat", "changes", "compact", "copy", "demo", "diff", "export", "import", "info"),
     *("ls", "prune", "quantize-report", "rollback", "tag", "tree", "verify"),
 )
 ODD = "ads\n\x1b[31m🚀 / 表"
@@ -707,7 +707,7 @@ class TestErrors:
         assert "holds no run" in checkrun(command, tmp_path, code=3).errors[0]
         (tmp_path / "20240131").mkdir()
         assert "holds no run" in checkrun(command, tmp_path, code=3).errors[0]
-        assert "local folders only" in checkrun(command, "s3://bucket/run", code=2).errors[0]
+        assert "bogus://bucket/run" in checkrun(command, "bogus://bucket/run", code=2).errors[0]
 
     def test_not_found(self, whole: Path) -> None:
         assert "no checkpoint 99" in checkrun("cat", f"{whole}@99", "user", code=3).errors[0]
