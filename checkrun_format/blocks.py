@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes, packing, quantize
 from checkrun_format.rows import Ids, Mask
+
+Values: TypeAlias = "npt.NDArray[Any] | quantize.Quantized"
+"""Rows of a field, as they are or quantized already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +129,16 @@ class Encoder:
     plans: Sequence[FieldPlan]
     _qparams: dict[str, str] = field(default_factory=dict)
 
-    def encode(self, values: dict[str, npt.NDArray[Any]], rows: Ids | None) -> EncodedRows:
+    def encode(self, values: Mapping[str, Values], rows: Ids | None) -> EncodedRows:
         """Encode one piece."""
         fields = [self._field(plan, values[plan.name]) for plan in self.plans]
-        return EncodedRows(count=len(values[self.plans[0].name]), fields=fields, rows=rows)
+        first = values[self.plans[0].name]
+        count = first.rows if isinstance(first, quantize.Quantized) else len(first)
+        return EncodedRows(count=count, fields=fields, rows=rows)
 
-    def _field(self, plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:
+    def _field(self, plan: FieldPlan, values: Values) -> EncodedField:
+        if isinstance(values, quantize.Quantized):
+            return _quantized(plan, values)
         if plan.bits is not None:
             return self._affine(plan, values)
         return _narrowed(plan, values) if plan.stored != plan.dtype else _raw(plan, values)
@@ -140,23 +147,25 @@ class Encoder:
         q = quantize.encode(values, plan.bits or 0, plan.encoder, self._qparams.get(plan.name, plan.qparams))
         self._qparams.setdefault(plan.name, q.qparams.dtype.name)
         sampled, l2 = quantize.sampled_l2(values, q)
-        layout = FieldLayout(
-            name=plan.name,
-            dtype=plan.dtype,
-            encoding="affine",
-            columns=plan.columns,
-            bits=plan.bits,
-            qparams=q.qparams.dtype.name,
-        )
-        return EncodedField(
-            layout=layout,
-            arrays={"codes": q.codes, "qparams": q.qparams},
-            exact_index=q.exact_index,
-            exact_values=dtypes.to_stored(q.exact_values),
-            error_bound=q.error_bound,
-            sampled=sampled,
-            l2=l2,
-        )
+        return replace(_quantized(plan, q), sampled=sampled, l2=l2)
+
+
+def _quantized(plan: FieldPlan, q: quantize.Quantized) -> EncodedField:
+    layout = FieldLayout(
+        name=plan.name,
+        dtype=plan.dtype,
+        encoding="affine",
+        columns=plan.columns,
+        bits=plan.bits,
+        qparams=q.qparams.dtype.name,
+    )
+    return EncodedField(
+        layout=layout,
+        arrays={"codes": q.codes, "qparams": q.qparams},
+        exact_index=q.exact_index,
+        exact_values=dtypes.to_stored(q.exact_values),
+        error_bound=q.error_bound,
+    )
 
 
 def _raw(plan: FieldPlan, values: npt.NDArray[Any]) -> EncodedField:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from checkrun_format import layout
-from checkrun_format.blocks import FieldPlan
+from checkrun_format.blocks import FieldPlan, Values
 from checkrun_format.chain import History, same_kind
 from checkrun_format.chunks import ChunkReader
 from checkrun_format.commit import (
@@ -42,7 +42,7 @@ from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BaseRule, BitRule, Past
-from checkrun_format.quantize import Method
+from checkrun_format.quantize import Method, Quantized
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
 from checkrun_format.rows import Ids, RowSet, Selection
@@ -138,7 +138,7 @@ class Arranged:
 
     decided: Decided
     plans: Mapping[str, tuple[TablePlan, Sequence[FieldPlan]]]
-    staged: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]
+    staged: Mapping[str, Mapping[str, Values]]
 
 
 class Saver:
@@ -277,7 +277,7 @@ class Saver:
             name: self._table_plan(source, prepared.plans[name], decided.below)
             for name, source in prepared.sources.items()
         }
-        staged: Mapping[str, Mapping[str, Any]] = {}
+        staged: Mapping[str, Mapping[str, Values]] = {}
         if prepared.stage is not None:
             stored = {
                 name: Stored(rows=plan.positions, count=plan.count, fields=fields)
@@ -285,7 +285,7 @@ class Saver:
                 if plan.count
             }
             given = prepared.stage(stored)
-            staged = {n: fetched(n, prepared.sources[n].fields, given.get(n, {}), s.count) for n, s in stored.items()}
+            staged = {name: _staged(prepared.sources[name], what, given.get(name, {})) for name, what in stored.items()}
         return Arranged(decided=decided, plans=plans, staged=staged)
 
     def _write(
@@ -712,11 +712,29 @@ def _size(commit_record: Commit) -> int:
     return commit_record.stored_bytes + commit_record.manifest.bytes
 
 
+def _staged(source: TableSource, stored: Stored, given: Mapping[str, Any]) -> dict[str, Values]:
+    """The values that were staged of a table, checked."""
+    quantized: dict[str, Values] = {}
+    for plan in stored.fields:
+        q = given.get(plan.name)
+        if isinstance(q, Quantized):
+            wanted = (stored.count, plan.columns, plan.bits, plan.dtype, plan.qparams or q.qparams.dtype.name)
+            if (q.rows, q.columns, q.bits, q.dtype, q.qparams.dtype.name) != wanted:
+                raise InvalidInputError(
+                    f"table {source.name!r}, field {plan.name!r}: staged are {q.rows} rows of {q.columns} columns at "
+                    f"{q.bits} bits of {q.dtype}, where {stored.count} rows at {plan.bits} bits belong"
+                )
+            quantized[plan.name] = q
+    plain = [spec for spec in source.fields if spec.name not in quantized]
+    rest = {name: values for name, values in given.items() if name not in quantized}
+    return {**(fetched(source.name, plain, rest, stored.count) if plain else {}), **quantized}
+
+
 def _part_source(
     source: TableSource,
     plan: TablePlan,
     plans: Sequence[FieldPlan],
-    staged: Mapping[str, np.ndarray[Any, Any]] | None,
+    staged: Mapping[str, Values] | None,
     check: Callable[[], None],
 ) -> PartSource:
     positions: Selection = plan.positions
@@ -724,7 +742,7 @@ def _part_source(
     def fetch(low: int, high: int) -> dict[str, Any]:
         check()
         if staged is not None:
-            return {name: values[low:high] for name, values in staged.items()}
+            return {name: v.cut(low, high) if isinstance(v, Quantized) else v[low:high] for name, v in staged.items()}
         if isinstance(positions, slice):
             return source.fetch(slice(positions.start + low, positions.start + high))
         return source.fetch(positions[low:high])
@@ -735,6 +753,7 @@ def _part_source(
         count=plan.count,
         fetch=fetch,
         transient=source.transient and staged is None,
+        quantized=any(isinstance(values, Quantized) for values in (staged or {}).values()),
         first_row=0 if plan.ids is None else -1,
         rows=plan.ids,
         recent=plan.recent,

@@ -39,7 +39,7 @@ _POOL_BYTES = 64 << 20
 _PIECE_BYTES = 16 << 20
 """Source bytes that are gathered and encoded at a time."""
 
-Fetch: TypeAlias = Callable[[int, int], dict[str, npt.NDArray[Any]]]
+Fetch: TypeAlias = Callable[[int, int], Mapping[str, Any]]
 """Rows low..high-1 of a part, by field."""
 
 
@@ -165,7 +165,8 @@ class PartSource:
     """One part to be stored.
 
     `first_row` or `rows` (ascending) says which rows; `fetch` gives their values, which change with the next call if
-    they are `transient`; `recent` is one flag for all rows or a mask; `deleted` are tombstones, ascending.
+    they are `transient`, and of which some may be `quantized` already; `recent` is one flag for all rows or a mask;
+    `deleted` are tombstones, ascending.
     """
 
     table: str
@@ -173,6 +174,7 @@ class PartSource:
     count: int
     fetch: Fetch
     transient: bool = False
+    quantized: bool = False
     first_row: int = -1
     rows: Ids | None = None
     recent: bool | Mask = True
@@ -229,7 +231,7 @@ class Writer:
         if part.count == 0 and part.deleted.size == 0:
             return
         size = part.count * sum(plan.row_bytes for plan in part.plans)
-        if size > _SMALL_BYTES:
+        if size > _SMALL_BYTES or part.quantized:
             self._put_large(part)
             return
         plans = part.plans if part.count else ()
@@ -419,9 +421,9 @@ def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> I
         yield encoder.encode(_fetched(part, start, stop), rows)
 
 
-def _fetched(part: PartSource, low: int, high: int) -> dict[str, npt.NDArray[Any]]:
+def _fetched(part: PartSource, low: int, high: int) -> Mapping[str, Any]:
     """Values of some rows that stay as they are until they are stored."""
-    values = part.fetch(low, high)
+    values = dict(part.fetch(low, high))
     if part.transient:
         as_given = [plan.name for plan in part.plans if not plan.lossy]
         values = values | {name: np.array(values[name]) for name in as_given}

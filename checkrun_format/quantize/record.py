@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +87,17 @@ class Quantized:
         """Bytes of the four arrays."""
         return self.codes.nbytes + self.qparams.nbytes + self.exact_index.nbytes + self.exact_values.nbytes
 
+    def cut(self, low: int, high: int) -> Quantized:
+        """Rows low..high-1, as views."""
+        first, last = np.searchsorted(self.exact_index, [low, high])
+        return dataclasses.replace(
+            self,
+            codes=self.codes[low:high],
+            qparams=self.qparams[low:high],
+            exact_index=self.exact_index[first:last] - low,
+            exact_values=self.exact_values[first:last],
+        )
+
     def _wanted(self) -> list[tuple[str, Array, tuple[str, ...], tuple[int, ...]]]:
         n, m = len(self.codes), len(self.exact_index)
         if self.dtype not in dtypes.FLOATING:
@@ -95,6 +108,19 @@ class Quantized:
             ("exact_index", self.exact_index, ("int64",), (m,)),
             ("exact_values", self.exact_values, (self.dtype,), (m, self.columns)),
         ]
+
+
+def join(pieces: Sequence[Quantized]) -> Quantized:
+    """Pieces that were encoded alike as one, in their order."""
+    starts = np.cumsum([0, *(piece.rows for piece in pieces)])
+    return dataclasses.replace(
+        pieces[0],
+        codes=np.concatenate([piece.codes for piece in pieces]),
+        qparams=np.concatenate([piece.qparams for piece in pieces]),
+        exact_index=np.concatenate([p.exact_index + start for p, start in zip(pieces, starts, strict=False)]),
+        exact_values=np.concatenate([piece.exact_values for piece in pieces]),
+        error_bound=max(piece.error_bound for piece in pieces),
+    )
 
 
 def nan_rows(marks: Array, count: int) -> npt.NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import logging
 import os
@@ -124,7 +125,7 @@ class Checkpointer:
         self._opened = not isinstance(run, Run)
         self.run: Run = run if isinstance(run, Run) else open_run(run, "a", **options)
         optimizers = self._content.optimizers.optimizers.values()
-        self.tracker = Tracker(found, self._content.optimizers.fields, optimizers)
+        self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
         self._optimizer_handles = [
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded) for optimizer in optimizers
         ]
@@ -180,7 +181,10 @@ class Checkpointer:
         if rows is ALL:
             self.tracker.tables[table].mark_all("mark() said so")
         else:
-            given = torch.as_tensor(rows)
+            try:
+                given = torch.as_tensor(rows)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InvalidInputError(f"table {table!r}, mark: no row numbers: {error}") from error
             self.tracker.tables[table].mark(given if given.numel() else given.to(torch.int64))
 
     def check(self) -> Inspection:
@@ -221,8 +225,8 @@ class Checkpointer:
         """
         self._settle("wait")
         state, number = self._state(extra, copy=None), self._numbered(step)
-        self._take(state)
         try:
+            self._take(state)
             checkpoint = self.run.save(state, step=number, dropped=self._dropped)
         except BaseException:
             self._put_back()
@@ -255,20 +259,20 @@ class Checkpointer:
         if not self._settle(_checked_on_busy(on_busy or self._on_busy)):
             return None
         state, number = self._state(extra, copy=self._copier), self._numbered(step)
-        self._take(state)
 
         def save(stage: Stage, check: Callable[[], None]) -> Checkpoint:
             return self.run.save(state, step=number, dropped=self._dropped, stage=stage, check=check)
 
         pending = PendingSave(number, save, lambda stored: self._copier.rows(stored, self._content.fields))
         try:
+            self._take(state)
+            self._pending = pending
             pending.start()
         except BaseException:
             pending.wait()
             self._put_back()
+            self._pending = None
             raise
-        self._pending = pending
-        self._saved_at = time.monotonic()
         return pending
 
     def step_done(self, step: int, *, extra: Any = None) -> PendingSave | None:
@@ -282,13 +286,12 @@ class Checkpointer:
             Asked only if there is a save.
         """
         self.step = self._numbered(step) + 1
-        if self._pending is not None and self._pending.done():
-            self._settle("wait")
-        if not self._is_due():
-            return None
-        pending = self.save_async(extra=extra)
-        self._allow_readers()
-        return pending
+        try:
+            if self._pending is not None and self._pending.done():
+                self._settle("wait")
+            return self.save_async(extra=extra) if self._is_due() else None
+        finally:
+            self._allow_readers()  # after a failure, too: whoever goes on must not wait for batches for ever
 
     def _is_due(self) -> bool:
         if isinstance(self._every, dt.timedelta):
@@ -327,11 +330,13 @@ class Checkpointer:
 
     def _take(self, state: State) -> None:
         """Take what changed since the last save, and tell the state."""
-        self._taken = self.tracker.take()
+        self._saved_at = time.monotonic()
+        self._taken = self.tracker.changed()
+        self.tracker.clear(self._taken)  # whatever interrupts this: all of it is put back
         if self._sample is not None:
             for name in self._sample.missed(self._taken, self._content.fields):
                 reason = "a sample of its rows changed without being noted; Checkpointer.check() tells more"
-                self._taken[name] = Taken(rows=self._taken[name].rows, whole=reason)
+                self._taken[name] = dataclasses.replace(self._taken[name], whole=reason)
             self._sample, self._sampled = None, True
         elif not self._sampled:
             self._sample = Sample(self.tracker.tables, self._content.fields)
@@ -364,7 +369,6 @@ class Checkpointer:
     def _saved(self) -> None:
         """What was taken is committed: go on from there."""
         self._continues, self._taken, self._dropped = True, {}, ()
-        self._saved_at = time.monotonic()
 
     def _settle(self, on_busy: OnBusy) -> bool:
         """End the save that goes on, as told; False if it is left alone. What it failed of is raised once."""
@@ -376,13 +380,13 @@ class Checkpointer:
         if on_busy == "cancel":
             pending.cancel()
         pending.wait()
-        self._pending = None
         failure = pending.failure()
         if failure is None:
             self._saved()
-            return True
-        self._put_back()
-        if not pending.reported and not isinstance(failure, SaveCancelledError):
+        else:
+            self._put_back()
+        self._pending = None
+        if failure is not None and not pending.reported and not isinstance(failure, SaveCancelledError):
             failure.add_note(f"in the save of step {pending.step}, which went on in the background")
             raise failure
         return True
@@ -443,8 +447,7 @@ class Checkpointer:
         chosen = self._chosen(checkpoint, missing_ok=missing_ok, fallback=fallback)
         if chosen is None:
             return None
-        told = chosen.extra if isinstance(chosen.extra, dict) else {}
-        document = told.get("torch", {})
+        extra, document = _taken_apart(chosen.extra)
         fit = self._content.fit(chosen, document)
         if strict and fit.problems:
             raise InvalidInputError(
@@ -456,7 +459,6 @@ class Checkpointer:
         state = self.run.restore(chosen, tables=list(out.tables), out=out)
         self._content.finish(state, document)
         self._go_on_from(chosen, fit.partial)
-        extra = told.get("extra") if "torch" in told else chosen.extra
         return Restored(checkpoint=chosen, step=chosen.step, extra=extra, problems=fit.problems)
 
     def _chosen(self, checkpoint: int | Checkpoint | None, *, missing_ok: bool, fallback: bool) -> Checkpoint | None:
@@ -482,6 +484,13 @@ class Checkpointer:
         self.step = checkpoint.step or 0
         self._saved_at = time.monotonic()
         self._allow_readers()
+
+
+def _taken_apart(extra: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What the trainer gave as `extra`, and the document beside it; none in a checkpoint of somebody else."""
+    if isinstance(extra, dict) and isinstance(extra.get("torch"), dict) and "optimizers" in extra["torch"]:
+        return extra.get("extra"), extra["torch"]
+    return extra, {}
 
 
 def _asked_for(fields: Mapping[str, torch.Tensor]) -> Table:

@@ -117,6 +117,11 @@ class OptimizerState:
                     found[key] = value
         return found
 
+    def state_of(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """All tensors of a parameter's state."""
+        states = (optimizer.state.get(parameter, {}) for optimizer in self.optimizers.values())
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """All other tensors: `PARAMETER:OPTIMIZER.KEY`."""
         found: dict[str, torch.Tensor] = {}
@@ -205,6 +210,8 @@ class OptimizerState:
         if not told:
             optimizer.state.pop(parameter, None)
             return
+        if not all(_fits(where, parameter) for where in told.values()):
+            return  # the parameter has another shape than in the checkpoint, and is left as it is, too
         state = optimizer.state[parameter]
         for key in state.keys() - told.keys():
             del state[key]
@@ -265,6 +272,14 @@ def _is_field(key: str, value: Any, parameter: nn.Parameter) -> bool:
         return False
     widths = (parameter.shape[1:], (1,), ())
     return len(value) == len(parameter) and value.shape[1:] in widths and key != "weight" and bool(_FIELD.match(key))
+
+
+def _fits(where: Mapping[str, Any], parameter: nn.Parameter) -> bool:
+    """Whether a stored state can be one of a parameter of this shape."""
+    shape = tuple(where.get("shape", ()))
+    if "field" in where:
+        return shape[1:] in (parameter.shape[1:], (1,), ())
+    return len(shape) != parameter.ndim or all(n in (1, wide) for n, wide in zip(shape, parameter.shape, strict=True))
 
 
 def _put_option(group: dict[str, Any], key: str, value: Any) -> None:

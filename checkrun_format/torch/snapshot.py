@@ -10,18 +10,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from checkrun_format.blocks import FieldPlan
+from checkrun_format.quantize import Quantized, encode
 from checkrun_format.quantize.engine import spread
+from checkrun_format.quantize.record import join
 from checkrun_format.rows import Ids, Selection, as_slice, length
 from checkrun_format.saving import Stored
 from checkrun_format.torch.memory import StagingMemory, room_for
 
 Tensor = torch.Tensor
 
+_LARGE_BYTES = 4 << 20
+_PIECE_BYTES = 64 << 20
+
 
 class Copier:
     """Copies rows and tensors into memory that is used again by the next save; see `StagingMemory` for `keep`."""
 
-    def __init__(self, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        keep: bool = False,
+        encode_on: Callable[[torch.device], bool] = lambda device: device.type != "cpu",
+    ) -> None:
+        self._encode_on = encode_on
         self._of_tables = StagingMemory(keep=keep)
         self._of_tensors = StagingMemory(keep=keep)
 
@@ -33,18 +45,40 @@ class Copier:
 
     def rows(
         self, stored: Mapping[str, Stored], fields: Callable[[str], Mapping[str, Tensor]]
-    ) -> dict[str, dict[str, Tensor]]:
-        """Copies of the rows that are stored, gathered where they are, by table and field."""
+    ) -> dict[str, dict[str, Tensor | Quantized]]:
+        """The rows that are stored, by table and field: gathered where they are, and on a device quantized there."""
         given = {name: fields(name) for name in stored}
-        sizes = [
-            room_for(what.count * _row_bytes(values)) for n, what in stored.items() for values in given[n].values()
+        parts = [
+            (what, plan, given[name][plan.name])
+            for name, what in stored.items()
+            for plan in what.fields
+            if not self._encodes(what, plan, given[name][plan.name])
         ]
-        self._of_tables.begin(sum(sizes), _device(v for table in given.values() for v in table.values()))
+        size = sum(room_for(what.count * _row_bytes(values)) for what, _, values in parts)
+        self._of_tables.begin(size, _device(values for _, _, values in parts))
         with torch.no_grad(), _finished():
             return {
-                name: {field: self._gathered(values, what.rows) for field, values in given[name].items()}
+                name: {plan.name: self._taken(what, plan, given[name][plan.name]) for plan in what.fields}
                 for name, what in stored.items()
             }
+
+    def _encodes(self, what: Stored, plan: FieldPlan, values: Tensor) -> bool:
+        """Whether rows are quantized before they are copied: not the few that share a block with other tables'."""
+        is_large = what.count * sum(f.row_bytes for f in what.fields) > _LARGE_BYTES
+        known = plan.encoder is None or plan.encoder.name in ("minmax", "symmetric", "refine", "greedy")
+        return self._encode_on(values.device) and plan.bits is not None and is_large and known
+
+    def _taken(self, what: Stored, plan: FieldPlan, values: Tensor) -> Tensor | Quantized:
+        if not self._encodes(what, plan, values):
+            return self._gathered(values, what.rows)
+        pieces: list[Quantized] = []
+        step = max(1, _PIECE_BYTES // _row_bytes(values))
+        qparams = plan.qparams
+        for low in range(0, what.count, step):
+            some = _selected(values, _part(what.rows, low, min(low + step, what.count)))
+            pieces.append(encode(some, plan.bits or 0, plan.encoder, qparams))
+            qparams = pieces[0].qparams.dtype.name
+        return join(pieces)
 
     def _gathered(self, values: Tensor, rows: Selection) -> Tensor:
         chosen = as_slice(rows)
@@ -55,7 +89,18 @@ class Copier:
         if values.device.type == "cpu" and values.is_contiguous() and values.numel():
             _take(_as_items(values), ids, _as_items(out))
             return out
-        return out.copy_(values.index_select(0, torch.from_numpy(ids).to(values.device)), non_blocking=True)
+        return out.copy_(_selected(values, ids), non_blocking=True)
+
+
+def _selected(values: Tensor, rows: Selection) -> Tensor:
+    """Rows, gathered where they are."""
+    if isinstance(rows, slice):
+        return values[rows]
+    return values.index_select(0, torch.from_numpy(np.ascontiguousarray(rows)).to(values.device))
+
+
+def _part(rows: Selection, low: int, high: int) -> Selection:
+    return slice(rows.start + low, rows.start + high) if isinstance(rows, slice) else rows[low:high]
 
 
 def _copied(memory: StagingMemory, tensor: Tensor) -> Tensor:

@@ -35,11 +35,12 @@ class Taken:
     """What a snapshot took of a table's records.
 
     `rows` are the touched rows, ascending, int64 on the table's device; `whole` says why any row may have changed, None
-    if only those did.
+    if only those did. `reached` are rows that have a gradient.
     """
 
     rows: torch.Tensor
     whole: str | None
+    reached: torch.Tensor
 
 
 class TouchedRows:
@@ -56,7 +57,7 @@ class TouchedRows:
     """
 
     def __init__(
-        self, found: FoundTable, states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]], *, is_trained: bool
+        self, found: FoundTable, states: Callable[[nn.Parameter], Sequence[torch.Tensor]], *, is_trained: bool
     ) -> None:
         self._is_trained = is_trained
         self.name = found.name
@@ -80,7 +81,10 @@ class TouchedRows:
             self._move()
         if rows.is_nested:
             rows = rows.values()
-        self.bitmap[rows.detach().reshape(-1)] = self._current
+        rows = rows.detach().reshape(-1)
+        if rows.device != self.bitmap.device:  # of a replica
+            rows = rows.to(self.bitmap.device)
+        self.bitmap[rows] = self._current
 
     def mark(self, rows: torch.Tensor) -> None:
         """Note that rows changed, or will with the next step of an optimizer, if there is one.
@@ -148,7 +152,7 @@ class TouchedRows:
 
     def _versions(self) -> tuple[Any, ...]:
         """What becomes another with each write in place to the table or its state, `.data` and numpy views apart."""
-        tensors = [self.parameter, *self._states(self.parameter).values()]
+        tensors = [self.parameter, *self._states(self.parameter)]
         return tuple((id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors)  # noqa: SLF001 - the only way
 
     def look(self) -> None:
@@ -164,19 +168,21 @@ class TouchedRows:
 
     # Snapshots --------------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken:
-        """Take what changed since the last snapshot; rows whose change is yet to come stay set."""
+    def changed(self) -> Taken:
+        """What changed since the last snapshot."""
         if self.bitmap.device != self.parameter.device:
             self._move()
         self.look()
-        reached = gradient_rows(self.parameter)  # as long as a gradient is there, the next step may use it
+        reached = gradient_rows(self.parameter)
         self._audit(reached)
-        taken = Taken(rows=_nonzero(self.bitmap), whole=self.whole)
+        return Taken(rows=_nonzero(self.bitmap), whole=self.whole, reached=reached)
+
+    def clear(self, taken: Taken) -> None:
+        """Forget what a snapshot took, apart from rows whose change is yet to come."""
         _keep_only(self.bitmap, self._number)
-        if reached.numel():
-            self.bitmap[reached] = self.bitmap[reached].clamp_(min=_OLDEST)
+        if taken.reached.numel():  # as long as a gradient is there, the next step may use it
+            self.bitmap[taken.reached] = self.bitmap[taken.reached].clamp_(min=_OLDEST)
         self.whole = self.whole if self.tracking == "all" else None
-        return taken
 
     def put_back(self, taken: Taken) -> None:
         """Put back what a snapshot took that was not saved."""
@@ -253,6 +259,8 @@ class Hook:
         lookups = self.lookups
         if lookups is None or not (torch.is_grad_enabled() or lookups.renormalizes):
             return
+        if torch.compiler.is_exporting():
+            return  # what is made there is another model, without hooks
         for local, rows in lookups.rows(arguments, named).items():
             table = self.tables.get(local)
             if table is not None and (table.parameter.requires_grad or lookups.renormalizes):
@@ -268,7 +276,7 @@ class Tracker:
     ----------
     found : sequence of FoundTable
     states : callable
-        Gives the row-aligned optimizer state of a parameter, by name.
+        Gives the tensors of the optimizers' state of a parameter.
     optimizers : optimizers
         Those that are known; steps of all others are seen, too.
     """
@@ -276,7 +284,7 @@ class Tracker:
     def __init__(
         self,
         found: Sequence[FoundTable],
-        states: Callable[[nn.Parameter], Mapping[str, torch.Tensor]] = lambda _: {},
+        states: Callable[[nn.Parameter], Sequence[torch.Tensor]] = lambda _: (),
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         trained = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -287,6 +295,7 @@ class Tracker:
             weakref.WeakKeyDictionary()
         )
         self._hook_modules(found)
+        weakref.finalize(self, _remove, self._handles)
         this = weakref.ref(self)  # hooks on all optimizers of the process must not keep a model alive
         self._handles += [
             register_optimizer_step_pre_hook(lambda optimizer, *_: _call(this, Tracker._before_step, optimizer)),
@@ -307,13 +316,16 @@ class Tracker:
 
     def close(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
 
-    def take(self) -> dict[str, Taken]:
-        """Take what changed since the last snapshot, by table."""
-        return {name: table.take() for name, table in self.tables.items()}
+    def changed(self) -> dict[str, Taken]:
+        """What changed since the last snapshot, by table."""
+        return {name: table.changed() for name, table in self.tables.items()}
+
+    def clear(self, taken: Mapping[str, Taken]) -> None:
+        """Forget what a snapshot took, apart from rows whose change is yet to come."""
+        for name, some in taken.items():
+            self.tables[name].clear(some)
 
     def put_back(self, taken: Mapping[str, Taken]) -> None:
         """Put back what was not saved."""
@@ -349,6 +361,11 @@ class Tracker:
     def _after_step(self, optimizer: Optimizer) -> None:
         for place, table in self._held(optimizer):
             table.stepped(optimizer, optimizer.param_groups[place])
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _call(tracker: weakref.ref[Tracker], method: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:

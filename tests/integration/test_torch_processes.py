@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +77,48 @@ def test_endings(tmp_path: Path, ending: str) -> None:
     weight = run.latest().table("weight").read()["weight"]
     first = run[1].table("weight").read()["weight"]
     assert (weight != first).any(1).sum() == (20_000 if is_saved else 0)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from checkrun_format.torch import Checkpointer
+
+def resident(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
+
+model = torch.nn.Embedding(800_000, 64)
+model.weight.data.fill_(1)
+with Checkpointer(sys.argv[1], model, durable=False) as checkpointer:
+    checkpointer.save(0)
+    level = resident("VmRSS")
+    for step in (1, 2):
+        checkpointer.mark("weight", torch.randperm(800_000)[:208_000])
+        Path("/proc/self/clear_refs").write_text("5")
+        pending = checkpointer.save_async(step)
+        assert 150_000 < pending.result().table("weight").stored_rows < 400_000
+        print(resident("VmHWM") - level)
+"""
+
+
+def test_memory_above_the_model(tmp_path: Path) -> None:
+    """A table of 195 MiB of which 51 (then, over the base, up to 93) change: not another copy of the table."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path / "run"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    peaks = [float(line) for line in done.stdout.split()]
+    assert len(peaks) == 2
+    assert peaks[0] < 51 + 100
+    assert peaks[1] < 93 + 100
+    shutil.rmtree(tmp_path / "run")  # the second reader would take its time
 
 
 def trained(path: Path) -> list[tuple[int, list[int]]]:

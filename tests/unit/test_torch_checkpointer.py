@@ -7,7 +7,7 @@ import datetime as dt
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from checkrun_format.stores import Buffer, LocalStore
 from checkrun_format.torch import (
     Checkpointer,
     PendingSave,
+    ReaderBudget,
     SaveCancelledError,
     capture_rng,
     register_optimizer,
@@ -34,6 +35,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # torch's own, of Adagrad
     pytest.mark.filterwarnings("ignore:stored full"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer than these small tensors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -303,6 +313,22 @@ class TestRestoring:
             saved = checkpointer.save(3)
             assert np.array_equal(saved.table("user.weight").read()["weight"], grown.user.weight.detach().numpy())
 
+    def test_state_of_parameters_that_have_another_shape_stays(self, tmp_path: Path) -> None:
+        model, optimizers = made("adam")
+        with Checkpointer(tmp_path, model, optimizers, durable=False) as checkpointer:
+            train(model, optimizers, range(2))
+            checkpointer.save(2)
+        other = Model(3, sparse=False)
+        other.item = nn.Embedding(200, 5)
+        other.top[0] = nn.Linear(13, 6)
+        others = MAKERS["adam"][1](other)
+        with Checkpointer(tmp_path, other, others, durable=False) as checkpointer:
+            assert checkpointer.restore(strict=False) is not None
+            train(other, others, range(2, 4))
+            assert others[0].state[other.item.weight]["exp_avg"].shape == (200, 5)
+            saved = checkpointer.save(4)
+            assert np.array_equal(saved.table("item.weight").read()["weight"], other.item.weight.detach().numpy())
+
     def test_another_optimizer_is_refused(self, tmp_path: Path) -> None:
         model, optimizers = made("sgd")
         with Checkpointer(tmp_path, model, optimizers, durable=False) as checkpointer:
@@ -540,6 +566,13 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(tmp_path)
 
 
+OWNERS = {
+    "tracker.clear": "tracker.Tracker.clear",
+    "run.save": "checkpointer.Run.save",
+    "_warn": "checkpointer.Checkpointer._warn",
+}
+
+
 class TestInTheBackground:
     def test_whatever_changes_after_staging_is_not_stored(self, setting: Setting) -> None:
         """Tensor by tensor: each is overwritten while nothing has been stored yet."""
@@ -628,6 +661,19 @@ class TestInTheBackground:
         setting.assert_stored(saved.sequence, setting.state())
         setting.checkpointer.close()
 
+    def test_readers_go_on_after_a_failure(self, tmp_path: Path) -> None:
+        budget = ReaderBudget()
+        setting = Setting(tmp_path, every=2, budget=budget)
+        setting.store.fails = True
+        setting.checkpointer.step_done(1)
+        assert setting.checkpointer._pending is not None
+        setting.checkpointer._pending.wait(30)
+        with pytest.raises(StorageError):
+            setting.checkpointer.step_done(3)
+        assert budget.allowed == 6
+        setting.store.fails = False
+        assert setting.checkpointer.save(4).sequence == 1
+
     def test_a_failure_that_was_seen_is_not_raised_again(self, setting: Setting) -> None:
         setting.store.fails = True
         with pytest.raises(StorageError):
@@ -663,6 +709,29 @@ class TestInTheBackground:
         monkeypatch.undo()
         assert setting.begin(1).result(30).sequence == 2
         setting.assert_stored(2, setting.state())
+
+    @pytest.mark.parametrize(
+        "place", ["tracker.Tracker.clear", "checkpointer.Run.save", "checkpointer.Checkpointer._warn"]
+    )
+    @pytest.mark.parametrize("background", [False, True])
+    def test_an_interrupt_loses_nothing(
+        self, setting: Setting, monkeypatch: pytest.MonkeyPatch, place: str, background: bool
+    ) -> None:
+        def interrupted(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        setting.begin(0).result(30)
+        setting.train(1)
+        save = setting.checkpointer.save_async if background else setting.checkpointer.save
+        with monkeypatch.context() as patch:
+            patch.setattr(f"checkrun_format.torch.{place}", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                save(1)
+        for optimizer in setting.optimizers:
+            optimizer.zero_grad()
+        saved = setting.checkpointer.save(1)
+        assert saved.table("user.weight").storage == "changed"
+        setting.assert_stored(saved.sequence, setting.state())
 
     def test_staging_memory_is_used_again(self, setting: Setting) -> None:
         addresses = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,24 +15,40 @@ from torch.nn import functional
 
 from checkrun_format.errors import InvalidInputError, TrackingWarning
 from checkrun_format.torch.lookups import Tables, find_tables
-from checkrun_format.torch.tracker import Tracker
+from checkrun_format.torch.tracker import Taken, Tracker
 
 ROWS = 50
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer than these small tensors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def tracker_of(model: nn.Module, tables: Tables = None, optimizer: torch.optim.Optimizer | None = None) -> Tracker:
-    def states(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def states(parameter: nn.Parameter) -> list[torch.Tensor]:
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
-        return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape[:1] == (ROWS,)}
+        return [value for value in state.values() if torch.is_tensor(value)]
 
     return Tracker(find_tables(model, tables), states)
 
 
+def take(tracker: Tracker) -> dict[str, Taken]:
+    """A snapshot."""
+    told = tracker.changed()
+    tracker.clear(told)
+    return told
+
+
 def taken(tracker: Tracker, table: str = "weight") -> list[int] | str:
     """What a snapshot takes: rows, or why it takes all."""
-    told = tracker.take()[table]
+    told = take(tracker)[table]
     return told.rows.tolist() if told.whole is None else told.whole
 
 
@@ -175,6 +191,13 @@ class TestLookups:
         assert taken(tracker, "0.weight") == list(range(21))
         torch.compiler.reset()
 
+    def test_exported_models_know_nothing_of_it(self) -> None:
+        model = embedding()
+        tracker = tracker_of(model)
+        exported = torch.export.export(model, (ids(1, 2),))
+        assert torch.equal(exported.module()(ids(3, 4)), model.weight[[3, 4]])
+        assert taken(tracker) == []
+
 
 class TestSteps:
     """Rows whose change is yet to come stay noted."""
@@ -274,13 +297,13 @@ class TestSteps:
         tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
         train(model, optimizer, ids(1))
         optimizer.zero_grad()
-        failed = tracker.take()
+        failed = take(tracker)
         train(model, optimizer, ids(2))
         optimizer.zero_grad()
         tracker.put_back(failed)
         assert taken(tracker) == [1, 2]
         tracker.tables["weight"].mark_all("why")
-        failed = tracker.take()
+        failed = take(tracker)
         tracker.put_back(failed)
         assert taken(tracker) == "why"
 
@@ -503,6 +526,6 @@ class TestHooks:
                 if random.random() < 0.3:
                     optimizer.zero_grad()
                 if random.random() < 0.2:
-                    rows = tracker.take()["weight"].rows
+                    rows = take(tracker)["weight"].rows
                     stored[rows] = model.weight.detach()[rows]
                     assert torch.equal(stored, model.weight), step
