@@ -31,7 +31,7 @@ from checkrun_format.workers import Budget, ProcessLock
 CHECKSUM_BYTES = 4
 """At the end of each chunk object (ZAR-3)."""
 
-_SLICE_BYTES = 2 << 20
+_SLICE_BYTES = 1 << 20
 """Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""
 
 

@@ -42,7 +42,8 @@ def to_array(array: object, what: str) -> Array:
     InvalidInputError
         Not an array, on a device that cannot be reached, or of a dtype that the format cannot store.
     """
-    if isinstance(array, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # numpy imports it when it is first asked for, which takes longer than a read
+    if masked is not None and isinstance(array, masked.MaskedArray):
         raise InvalidInputError(f"{what}: a masked array; fill it first")
     view = np.asarray(array) if isinstance(array, np.ndarray) else _import(array, what)  # no matrix, no memmap
     try:

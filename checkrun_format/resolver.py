@@ -309,7 +309,8 @@ def fill(
         As of `pieces`.
     """
     fields = {f.name: f for f in layers[0][1].fields if f.name in out}
-    prepare(sum(array.nbytes for array in out.values()))
+    if sum(entry.storage != "unchanged" for _, entry in layers) > 1:
+        prepare(sum(array.nbytes for array in out.values()))
     for piece in pieces(layers, wanted, at_a_time):
         for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):
             if f.name not in fields:

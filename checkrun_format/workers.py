@@ -112,9 +112,10 @@ class Workers:
 
     @classmethod
     def of(cls, store: Store, budget: Budget | None = None) -> Self:
-        """As many as the calls of a store gain from, with so many bytes as a read's budget allows."""
+        """As many as a store gains from; with a budget, as its reads do, and so many bytes as that allows."""
         share = 1.0 if budget is None else budget.max_host_bytes / Budget().max_host_bytes
-        return cls(store.parallel, int(store.budget_bytes * share), store.inline_bytes)
+        threads = store.parallel if budget is None else store.readers or store.parallel
+        return cls(threads, int(store.budget_bytes * share), store.inline_bytes)
 
     def submit(self, held_bytes: int, task: Task) -> None:
         """Have a task run soon; wait while the budget is used up.

@@ -80,6 +80,10 @@ class Claims:
         TwiceError
             The layer had one of them already.
         """
+        if isinstance(places, slice) and not self._seen[places].any():  # of a base alone: nothing to be compiled
+            self._seen[places] = self._mark
+            self.left -= length(places)
+            return None
         kernels = engine.kernels(length(places))
         kept, count = self._claim(places) if kernels is None else self._claim_compiled(kernels, places)
         self.left -= count

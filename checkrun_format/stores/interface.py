@@ -33,6 +33,8 @@ class Store(ABC):
     """Where it is, for messages."""
     parallel: int = 1
     """How many calls at a time it gains from."""
+    readers: int | None = None
+    """How many reads at a time it gains from, if that is another number."""
     budget_bytes: int = 64 << 20
     """How many bytes the calls that wait or go on may hold together."""
     inline_bytes: int = 256 << 10

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import io
-import mmap
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from checkrun_format.errors import NotARunError, StorageError
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
@@ -25,14 +19,10 @@ if TYPE_CHECKING:
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
-_MAPPED_BYTES = 1 << 20
-_DONTNEED, _POPULATE_READ = 4, 22
-"""Advice of Linux, the second from 5.14 on; `madvise` of Python does not name that, and would hold its lock."""
-_MADVISE = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
-if _MADVISE is not None:
-    _MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _PARALLEL = 4
-"""Two threads write into the page cache twice as fast as one; syncs of several files share the disk's time."""
+"""Two threads write into the page cache twice as fast as one; syncs of several files share the disk's time.
+
+Reads are bound by processors: more threads than these are in each other's way."""
 
 
 class LocalStore(Store):
@@ -51,6 +41,7 @@ class LocalStore(Store):
         self.url = self.root
         self.durable = durable
         self.parallel = _PARALLEL
+        self.readers = min(_PARALLEL, max(2, _processors()))
         self._unsynced: set[str] = set()
         self._lock = threading.Lock()
 
@@ -71,7 +62,7 @@ class LocalStore(Store):
     def open(self, key: str) -> io.RawIOBase | None:
         with _storage_errors(self._path(key)):
             try:
-                return LocalFile(open(self._path(key), "rb", buffering=0))
+                return LocalFile(self._path(key))
             except (*_MISSING, IsADirectoryError):
                 return None
 
@@ -224,73 +215,17 @@ class LocalStore(Store):
             folder = os.path.dirname(folder)
 
 
-class LocalFile(io.RawIOBase):
-    """A file that is read; its errors are ours.
-
-    What is large is copied from the page cache by a mapping, which takes half of the time of `read`. Each piece of the
-    mapping is populated before it is touched, so that a disk that fails is an error of a call and not a signal; what
-    cannot be populated is read.
-    """
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self._pages = _mapped(self._file.fileno())
-        self._at = 0
-
-    @property
-    def name(self) -> str:
-        """The path."""
-        return str(self._file.name)
-
-    def readable(self) -> bool:
-        return True
+class LocalFile(io.FileIO):
+    """A file that is read; its errors are ours."""
 
     def readinto(self, buffer: Any, /) -> int | None:
-        with _storage_errors(self.name):
-            view = memoryview(buffer).cast("B")
-            if self._pages is not None:
-                piece = self._pages[self._at : self._at + view.nbytes]
-                if _populate(piece):
-                    np.copyto(np.frombuffer(view, np.uint8)[: piece.size], piece)
-                    _release(piece)
-                    self._at += piece.size
-                    return piece.size
-                self._pages = None
-                self._file.seek(self._at)
-            return self._file.readinto(view)
-
-    def close(self) -> None:
-        self._pages = None
-        self._file.close()
-        super().close()
+        with _storage_errors(str(self.name)):
+            return super().readinto(buffer)
 
 
-def _mapped(descriptor: int) -> npt.NDArray[np.uint8] | None:
-    """A file's bytes as they lie in the page cache; None where that is not worth while, or cannot be done safely."""
-    if _MADVISE is None or (size := os.fstat(descriptor).st_size) < _MAPPED_BYTES:
-        return None
-    try:
-        return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
-    except OSError:  # a file system without mappings
-        return None
-
-
-def _populate(piece: npt.NDArray[np.uint8]) -> bool:
-    """Have pages of a mapping read and mapped; False if that fails, or if the system cannot do it."""
-    return _advise(piece, _POPULATE_READ) == 0
-
-
-def _release(piece: npt.NDArray[np.uint8]) -> None:
-    """Have pages count as this process's no more; they stay in the page cache."""
-    _advise(piece, _DONTNEED)
-
-
-def _advise(piece: npt.NDArray[np.uint8], advice: int) -> int:
-    assert _MADVISE is not None
-    start = piece.ctypes.data & -mmap.PAGESIZE
-    length = piece.ctypes.data + piece.size - start
-    answer: int = _MADVISE(start, length, advice) if piece.size else 0
-    return answer
+def _processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 def _up_to(root: str, folder: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from checkrun_format.errors import CheckrunError, StorageError
-from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore, local
+from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore
 from checkrun_format.stores.local import _ADVICE, _NO_LINK
 
 Operation = Callable[[LocalStore], object]
@@ -523,18 +523,8 @@ def test_open_finds_none_as_get_does(store: LocalStore) -> None:
     assert store.open("00000001/old/deeper") is None
 
 
-def test_what_cannot_be_mapped_is_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the piece on that the system refuses, at the same place."""
-    store.put("a", [LARGE])
-    answers = iter([True, False])
-    monkeypatch.setattr(local, "_populate", lambda piece: next(answers))
-    assert read_all(store.open("a"), 1 << 20) == LARGE.tobytes()
-    monkeypatch.setattr(local, "_MADVISE", None)
-    assert read_all(store.open("a"), 1 << 20) == LARGE.tobytes()
-
-
 def test_a_file_that_is_cut_while_it_is_read_ends_there(store: LocalStore) -> None:
-    """And the process goes on: pages of a mapping that are gone would end it by a signal."""
+    """And the process goes on: were it mapped, pages that are gone would end it by a signal."""
     store.put("a", [LARGE])
     file = store.open("a")
     assert file is not None
@@ -543,31 +533,3 @@ def test_a_file_that_is_cut_while_it_is_read_ends_there(store: LocalStore) -> No
     os.truncate(Path(store.root, "a"), 1 << 20)
     assert file.readinto(piece) == 0
     file.close()
-
-
-def test_a_disk_that_fails_is_an_error_that_names_the_file(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.put("a", [LARGE])
-    file = store.open("a")
-    assert isinstance(file, local.LocalFile)
-    monkeypatch.setattr(local, "_populate", lambda piece: False)
-    monkeypatch.setattr(file, "_file", FailingFile(file._file))
-    with pytest.raises(StorageError, match=r"run/a: Input/output error") as raised:
-        file.readinto(bytearray(10))
-    assert raised.value.errno == errno.EIO
-    file.close()
-
-
-class FailingFile(io.RawIOBase):
-    def __init__(self, file: io.FileIO) -> None:
-        self.file = file
-        self.name = file.name
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        return self.file.seek(offset, whence)
-
-    def readinto(self, buffer: Any, /) -> int | None:  # noqa: ARG002
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
