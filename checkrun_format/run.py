@@ -305,9 +305,10 @@ class Run:
             For a state that goes on changing while it is saved. Called once it is decided what is stored, before
             anything is written: takes, for each table of which rows are stored, which ones and how (`saving.Stored`);
             gives, for each of its fields, an array of just these rows, in their order, that stays as it is until the
-            save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Tables are not read
-            afterwards; tensors have to be copies already. It is called once more if the save has to be laid over
-            another checkpoint than was thought.
+            save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Of tables on a device,
+            raw fields may come to the CPU; what is to be quantized stays there, where it may get other codes. Tables
+            are not read afterwards; tensors have to be copies already. It is called once more if the save has to be
+            laid over another checkpoint than was thought.
         check : callable, optional
             Called now and then, last of all before the commit; what it raises abandons the save.
 

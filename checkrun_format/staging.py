@@ -518,9 +518,6 @@ def table_entry(told: Mapping[str, Any], statistics: Mapping[str, Mapping[str, A
     )
 
 
-_ADDED_UP = frozenset({"exact_rows", "error_bound", "sample"})
-
-
 def merged_statistics(part_lists: Sequence[PartList]) -> dict[str, dict[str, dict[str, Any]]]:
     """Encoder statistics of each table and field over all writers."""
     merged: dict[str, dict[str, dict[str, Any]]] = {}

@@ -56,11 +56,6 @@ class Budget:
             raise InvalidInputError(f"max_host_bytes {given!r}; a positive number of bytes, such as 256 << 20")
 
     @property
-    def tasks(self) -> int:
-        """Bytes for `Workers`."""
-        return int(self.max_host_bytes) // 4
-
-    @property
     def kept(self) -> int:
         """Bytes of chunks that are kept."""
         return int(self.max_host_bytes) // 4
@@ -97,7 +92,7 @@ class Workers:
     """
 
     def __init__(
-        self, threads: int, budget_bytes: int = Budget().tasks, inline_bytes: int = Store.inline_bytes
+        self, threads: int, budget_bytes: int = Store.budget_bytes, inline_bytes: int = Store.inline_bytes
     ) -> None:
         self._threads = threads
         self._budget = budget_bytes

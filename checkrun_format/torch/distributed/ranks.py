@@ -194,10 +194,6 @@ class Coordinator:
         return self._save.commit(part_lists, unchanged=unchanged, dropped=self._dropped, extra=self._extra, step=step)
 
 
-def _holders(reports: Sequence[Report], table: str) -> list[int]:
-    return [rank for rank, report in enumerate(reports) if any(held.table == table for held in report.held)]
-
-
 def _owners(reports: Sequence[Report]) -> dict[str, int]:
     owners: dict[str, int] = {}
     for rank, report in reversed(list(enumerate(reports))):

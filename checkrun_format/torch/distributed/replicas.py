@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from torch import distributed as dist
 
-from checkrun_format import dtypes
+from checkrun_format import dlpack, dtypes
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckrunError, InvalidInputError
@@ -169,7 +169,10 @@ class ReplicatedRun:
         if stage is not None:
             values = stage(wanted)
         else:
-            values = {name: sources[name].fetch(what.rows) for name, what in wanted.items()}
+            values = {
+                name: {field: dlpack.on_host(array) for field, array in sources[name].fetch(what.rows).items()}
+                for name, what in wanted.items()
+            }
         return [
             _cut(shard, mine[name], values[name][shard.field] if name in values else _no_rows(shard))
             for name, source in sources.items()
