@@ -43,6 +43,8 @@ RECOMMENDED = {1: 2, 3: 3, 10: 4, 20: 4}
 THRESHOLD = 0.01
 """Percent."""
 
+SCORES = {"loss": "Loss", "auc": "AUC"}
+
 BATCH_SIZE = 1024
 HELD_OUT = 5
 """One batch of so many is held out: the last ones of the log."""
@@ -228,11 +230,11 @@ def page(results: Mapping[str, Any], runs: Sequence[Outcome]) -> str:
             [
                 *((name, f"{of['loss']:.4f}", f"{of['auc']:.4f}") for name, of in results["beside"].items()),
                 *((f"seed {run.seed}, uninterrupted", f"{run.loss:.5f}", f"{run.auc:.5f}") for run in alone),
-                ("seeds differ by (standard deviation)", *(f"{spread(runs, s):.3f} %" for s in ("loss", "auc"))),
+                ("seeds differ by (standard deviation)", *(f"{spread(runs, s):.3f} %" for s in SCORES)),
             ],
         ),
     ]
-    for score, name in {"loss": "Loss", "auc": "AUC"}.items():
+    for score, name in SCORES.items():
         nudged = worse(runs, score, None, 0, nudged=True)
         text += [
             "",
@@ -257,7 +259,7 @@ def page(results: Mapping[str, Any], runs: Sequence[Outcome]) -> str:
 def verdicts(runs: Sequence[Outcome]) -> Iterator[list[object]]:
     """One row for each recommendation; and one for 8 bits, which it recommends beyond 20 restores."""
     for restores, bits in [*RECOMMENDED.items(), (max(RESTORES), 8)]:
-        found = [worse(runs, score, bits, restores) for score in ("loss", "auc")]
+        found = [worse(runs, score, bits, restores) for score in SCORES]
         yield [restores, bits, *(cell for of in found for cell in (of, of.verdict))]
 
 
@@ -269,9 +271,9 @@ def draw(runs: Sequence[Outcome], path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "checkrun"
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    figure, panels = plt.subplots(1, 2, figsize=(13, 4.2), constrained_layout=True)
     places = np.arange(len(RESTORES))
-    for panel, score in zip(panels, ("loss", "auc"), strict=True):
+    for panel, (score, name) in zip(panels, SCORES.items(), strict=True):
         noise = spread(runs, score)
         panel.axhspan(-noise, noise, color="0.93", label="seeds differ (1 standard deviation)")
         panel.axhline(THRESHOLD, color="k", ls="--", lw=1, label=f"{THRESHOLD} %")
@@ -289,8 +291,8 @@ def draw(runs: Sequence[Outcome], path: Path) -> None:
             )
         panel.set_yscale("symlog", linthresh=THRESHOLD)
         panel.set_xticks(places, map(str, RESTORES))
-        panel.set(title=f"{score}, held out", xlabel="restores", ylabel="worse than uninterrupted, %")
-    panels[1].legend(fontsize="small")
+        panel.set(title=f"{name}, held out", xlabel="restores", ylabel="worse than uninterrupted, %")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     figure.savefig(path, metadata={"Date": None})
 
 
