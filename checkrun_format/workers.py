@@ -35,8 +35,9 @@ class ProcessLock:
 class Budget:
     """Memory that a read may hold beside the arrays that it reads into.
 
-    A quarter each: tasks that wait or run; chunks that are kept, since many small parts share them; which rows are
-    decided; and the row chunk whose turn it is. A chunk is read whole: where one takes more, it is more.
+    A quarter each: chunks that are kept, since many small parts share them; which rows are decided; the row chunk whose
+    turn it is; and tasks that wait or run, in proportion to the `budget_bytes` of the store: of one that is far, whose
+    objects are held whole on their way, three quarters. A chunk is read whole: where one takes more, it is more.
 
     Attributes
     ----------
