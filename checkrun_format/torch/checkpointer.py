@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import InvalidInputError, TrackingWarning
+from checkrun_format.errors import InvalidInputError, SaveCancelledError, TrackingWarning
 from checkrun_format.run import Run, open_run
 from checkrun_format.saving import Stage
 from checkrun_format.state import ALL, State, Table
@@ -26,7 +26,7 @@ from checkrun_format.torch.content import Content, Stateful
 from checkrun_format.torch.inspection import Inspection, Sample
 from checkrun_format.torch.lookups import Tables, find_tables
 from checkrun_format.torch.optimizers import Optimizers, named_optimizers
-from checkrun_format.torch.pending import PendingSave, SaveCancelledError
+from checkrun_format.torch.pending import PendingSave
 from checkrun_format.torch.readers import ReaderBudget
 from checkrun_format.torch.snapshot import Copier
 from checkrun_format.torch.tracker import Taken, Tracker
