@@ -2,7 +2,7 @@
 
 CheckrunError
 ├── InvalidInputError        invalid_input        (also a ValueError)
-├── NotFoundError                                 (also a LookupError)
+├── NotFoundError            not_found            (also a LookupError)
 │   ├── RunNotFoundError     run_not_found
 │   ├── NotARunError         not_a_run
 │   ├── CheckpointNotFoundError  checkpoint_not_found

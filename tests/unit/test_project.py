@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from checkrun_format import errors
 from checkrun_format.versions import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +125,15 @@ assert np.array_equal(values, fields["sum"])
     assert [line.split()[0] for line in printed[0][1:5]] == ["1", "2", "3", "4"]
     assert [line.split()[0] for line in printed[1][1:9]] == [str(number) for number in range(1, 9)]
     assert printed[0][5] == "user [  3   5 100 200] (4, 32) float16"
+
+
+def test_every_kind_of_error_is_told() -> None:
+    """In section 10 of the format, and in the tree that the module draws."""
+    found = {name: kind for name, kind in vars(errors).items() if name.endswith("Error") and name != "CheckrunError"}
+    kinds = {name: kind.kind for name, kind in found.items()}
+    assert len(kinds) >= 20
+    section = text("FORMAT.md").partition("## 10. Errors")[2].partition("\n## ")[0]
+    rows = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", rows)) == set(kinds.values())
+    drawn = re.findall(r"^[│├└─ ]+(\w+) +(\w+)", str(errors.__doc__), re.MULTILINE)
+    assert dict(drawn) == kinds
