@@ -95,6 +95,15 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_links_within_a_page_lead_somewhere(page: str) -> None:
+    headings = re.findall(r"^#+ (.+)$", text(page), re.MULTILINE)
+    places = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = re.findall(r"\]\(#([^)]+)\)", text(page))
+    assert links or page != "README.md"
+    assert set(links) <= places
+
+
 def test_every_folder_of_tests_is_described() -> None:
     described = set(re.findall(r"^\| `tests/(\w+)/`", text("CONTRIBUTING.md"), re.MULTILINE))
     present = {path.parent.relative_to(ROOT / "tests").parts[0] for path in ROOT.glob("tests/*/**/test_*.py")}
