@@ -351,7 +351,7 @@ class Checkpoint:
         """One dense tensor, as a new array; options as of `load`."""
         placement = Placement(framework, device)
         array = self._tensor_destination(name, None, placement)
-        with placement, Workers.of(self._history.store) as workers:
+        with placement, Workers.of(self._history.store, self._history.budget(None)) as workers:
             self._stored.read_tensor(self._stored.tensor_entry(name), array, workers)
         return placement.given(array)
 

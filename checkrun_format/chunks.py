@@ -243,7 +243,7 @@ class ChunkReader:
     @property
     def streams(self) -> bool:
         """Whether the store reads an object piece by piece; one that is far holds it as a whole."""
-        return self._store.inline_bytes > 0 and type(self._store).open is not Store.open
+        return not self._store.is_far and type(self._store).open is not Store.open
 
     def chunk(self, array_key: str, entry: ArrayEntry, index: int, *, shared: bool) -> npt.NDArray[Any]:
         """Chunk `index` of the array at `array_key`; errors as of `required` and `decode`."""

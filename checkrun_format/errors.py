@@ -2,7 +2,7 @@
 
 CheckrunError
 ├── InvalidInputError        invalid_input        (also a ValueError)
-├── NotFoundError                                 (also a LookupError)
+├── NotFoundError            not_found            (also a LookupError)
 │   ├── RunNotFoundError     run_not_found
 │   ├── NotARunError         not_a_run
 │   ├── CheckpointNotFoundError  checkpoint_not_found
@@ -16,6 +16,7 @@ CheckrunError
 ├── ConcurrentCommitError    concurrent_commit
 ├── HistoryPrunedError       history_pruned
 ├── RankError                rank_failed
+├── SaveCancelledError       save_cancelled
 └── StorageError             storage              (also an OSError)
     ├── AccessDeniedError    access_denied
     ├── BucketNotFoundError  bucket_not_found
@@ -142,6 +143,12 @@ class RankError(CheckrunError):
 
     kind = "rank_failed"
     missing: tuple[int, ...] = ()
+
+
+class SaveCancelledError(CheckrunError):
+    """A save was given up before its commit, as the caller wished; its changed rows are kept for the next one."""
+
+    kind = "save_cancelled"
 
 
 class StorageError(CheckrunError, OSError):

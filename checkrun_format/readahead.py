@@ -21,7 +21,7 @@ def reading_ahead(history: History, checkpoint: StoredCheckpoint, tables: Collec
 
     That is: blocks that many parts share, and the row numbers that decide which layer supplies a row.
     """
-    if history.store.inline_bytes:
+    if not history.store.is_far:
         yield
         return
     objects: list[tuple[str, int]] = []

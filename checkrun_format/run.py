@@ -30,9 +30,9 @@ from checkrun_format.pruning import Pruner, Pruning
 from checkrun_format.quantize import Method
 from checkrun_format.retention import Keep, Plan
 from checkrun_format.saving import Options, Saver, Stage
-from checkrun_format.staging import Save
+from checkrun_format.staging import JoinedSave, Save, Token, join_save
 from checkrun_format.state import State, checked_encoder
-from checkrun_format.stores import Store, open_store
+from checkrun_format.stores import LocalStore, Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
 from checkrun_format.workers import Budget
@@ -305,9 +305,10 @@ class Run:
             For a state that goes on changing while it is saved. Called once it is decided what is stored, before
             anything is written: takes, for each table of which rows are stored, which ones and how (`saving.Stored`);
             gives, for each of its fields, an array of just these rows, in their order, that stays as it is until the
-            save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Tables are not read
-            afterwards; tensors have to be copies already. It is called once more if the save has to be laid over
-            another checkpoint than was thought.
+            save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Of tables on a device,
+            raw fields may come to the CPU; what is to be quantized stays there, where it may get other codes. Tables
+            are not read afterwards; tensors have to be copies already. It is called once more if the save has to be
+            laid over another checkpoint than was thought.
         check : callable, optional
             Called now and then, last of all before the commit; what it raises abandons the save.
 
@@ -353,12 +354,24 @@ class Run:
         Parameters
         ----------
         writers : int
-            How many, numbered from 0. Each stores parts and finishes, in this process or, by `join_save(save.token)`,
-            in another.
+            How many, numbered from 0. Each stores parts and finishes, in this process or, by `join(save.token)`, in
+            another.
         parent : "auto", None, "latest" or a number
             As of `save`. Parts of `changed` tables list every row that changed since it: `Save.token["parent"]`.
         """
         return self._saver.begin(step, writers, parent, self._committed)
+
+    def join(self, token: Token) -> JoinedSave:
+        """Take part in a save that another process began, by the store that this run was opened with; in any mode.
+
+        A local folder is synced if the token says so, however this run was opened.
+
+        Parameters
+        ----------
+        token : dict
+            `Save.token` of the process that began it.
+        """
+        return join_save(token, self.url if isinstance(self._store, LocalStore) else self._store)
 
     def restore(
         self,

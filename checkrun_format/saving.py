@@ -750,7 +750,8 @@ def _staged(source: TableSource, stored: Stored, given: Mapping[str, Any]) -> di
             quantized[plan.name] = q
     plain = [spec for spec in source.fields if spec.name not in quantized]
     rest = {name: values for name, values in given.items() if name not in quantized}
-    return {**(fetched(source.name, plain, rest, stored.count) if plain else {}), **quantized}
+    raw = [plan.name for plan in stored.fields if not plan.lossy]  # others may have other bits when encoded elsewhere
+    return {**(fetched(source.name, plain, rest, stored.count, raw) if plain else {}), **quantized}
 
 
 def _part_source(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -357,14 +358,19 @@ class JoinedSave:
         return StagedWriter(self._store, self.token, rank)
 
 
-def join_save(token: Token, url: str | None = None, *, storage_options: Mapping[str, Any] | None = None) -> JoinedSave:
-    """Take part in a save that another process began.
+def join_save(
+    token: Token,
+    url: str | os.PathLike[str] | Store | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> JoinedSave:
+    """Take part in a save that another process began; where that run is open here, `Run.join` does it.
 
     Parameters
     ----------
     token : dict
         `Save.token` of the process that began it.
-    url : str, optional
+    url : str, path or Store, optional
         Where the run is for this process, if not where it is for that one.
     storage_options : mapping
         As of `open_run`; a token holds none.
@@ -516,9 +522,6 @@ def table_entry(told: Mapping[str, Any], statistics: Mapping[str, Mapping[str, A
             for name, (dtype, end) in told["fields"].items()
         ],
     )
-
-
-_ADDED_UP = frozenset({"exact_rows", "error_bound", "sample"})
 
 
 def merged_statistics(part_lists: Sequence[PartList]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -274,13 +274,16 @@ def _function_fetch(
     return fetch
 
 
-def field_arrays(table: str, fields: Mapping[str, ArrayLike], device: str | None = None) -> dict[str, Array]:
-    """The fields of a table as arrays of one or two dimensions, where they are; they must be on `device` if given."""
+def field_arrays(
+    table: str, fields: Mapping[str, ArrayLike], devices: Mapping[str, str | None] | None = None
+) -> dict[str, Array]:
+    """The fields of a table as arrays of one or two dimensions, where they are; those of `devices` must be there."""
     if not isinstance(fields, Mapping) or not fields:
         raise InvalidInputError(f"table {table!r}: no fields; give a mapping of field names to arrays")
     arrays = {}
     for name, value in fields.items():
         what = f"table {table!r}, field {layout.check_field_name(name, table)!r}"
+        device = (devices or {}).get(name)
         arrays[name] = dlpack.to_array(value, what) if device is None else dlpack.to_device_array(value, what, device)
         _check_shape(arrays[name].shape, what)
     return arrays
@@ -335,13 +338,16 @@ def _positions(selection: Selection) -> Ids:
     return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
 
 
-def fetched(table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int) -> dict[str, Array]:
-    """The arrays that a function gave for some rows, checked."""
-    arrays = field_arrays(table, values, specs[0].device)
+def fetched(
+    table: str, specs: Sequence[FieldSpec], values: Mapping[str, ArrayLike], count: int, moved: Collection[str] = ()
+) -> dict[str, Array]:
+    """The arrays that a function gave for some rows, checked; those of the fields `moved` may be on any device."""
+    devices = {spec.name: spec.device for spec in specs if spec.name not in moved}
+    arrays = field_arrays(table, values, devices)
     for spec in specs:
         wanted = (count,) if spec.columns is None else (count, spec.columns)
         got = arrays.get(spec.name)
-        if got is not None and dlpack.device_of(got) != spec.device:
+        if got is not None and spec.name in devices and dlpack.device_of(got) != spec.device:
             raise InvalidInputError(
                 f"table {table!r}, field {spec.name!r}: the function gave values on {dlpack.device_of(got)}: say so by "
                 "device= of Table.from_function"

@@ -35,8 +35,9 @@ class ProcessLock:
 class Budget:
     """Memory that a read may hold beside the arrays that it reads into.
 
-    A quarter each: tasks that wait or run; chunks that are kept, since many small parts share them; which rows are
-    decided; and the row chunk whose turn it is. A chunk is read whole: where one takes more, it is more.
+    A quarter each: chunks that are kept, since many small parts share them; which rows are decided; the row chunk whose
+    turn it is; and tasks that wait or run, in proportion to the `budget_bytes` of the store: of one that is far, whose
+    objects are held whole on their way, three quarters. A chunk is read whole: where one takes more, it is more.
 
     Attributes
     ----------
@@ -54,11 +55,6 @@ class Budget:
         given: object = self.max_host_bytes
         if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 1:
             raise InvalidInputError(f"max_host_bytes {given!r}; a positive number of bytes, such as 256 << 20")
-
-    @property
-    def tasks(self) -> int:
-        """Bytes for `Workers`."""
-        return int(self.max_host_bytes) // 4
 
     @property
     def kept(self) -> int:
@@ -97,7 +93,7 @@ class Workers:
     """
 
     def __init__(
-        self, threads: int, budget_bytes: int = Budget().tasks, inline_bytes: int = Store.inline_bytes
+        self, threads: int, budget_bytes: int = Store.budget_bytes, inline_bytes: int = Store.inline_bytes
     ) -> None:
         self._threads = threads
         self._budget = budget_bytes

@@ -19,9 +19,10 @@ from checkrun_format.tags import Tags
 @click.command(
     epilog=epilog(
         """
-        A run that was copied by any other tool, object by object, is the same
-        run as well; but such a copy may show a checkpoint before all of it is
-        there.
+        SRC and DST are addresses of runs, as RUN in `checkrun --help`: folders,
+        s3://BUCKET/PREFIX, ... A run that was copied by any other tool, object
+        by object, is the same run as well; but such a copy may show a checkpoint
+        before all of it is there.
         """,
         """
         With --json: {"source", "destination", "checkpoints", "present", "tags",
@@ -29,7 +30,7 @@ from checkrun_format.tags import Tags
         already, the tags that were set, and what was written.
         """,
         examples="""
-        checkrun copy my-run backup
+        checkrun copy my-run s3://bucket/backup
         checkrun copy my-run serving --checkpoint best
         """,
     )

@@ -27,6 +27,7 @@ _CODE_OF: dict[type[errors.CheckrunError], int] = {
     errors.UnsupportedFeatureError: UNSUPPORTED,
     errors.ConcurrentCommitError: STORAGE,
     errors.RankError: STORAGE,
+    errors.SaveCancelledError: INTERRUPTED,
     errors.StorageError: STORAGE,
 }
 

@@ -14,16 +14,21 @@ CODES = """
            is pruned or burnt
       4    written in a format version, or with a feature, that this release
            does not read
-      5    the store failed: permission, space, network
+      5    the store failed: permission, space, network; or another process
+           committed meanwhile
       130  interrupted
       141  nobody reads the output any more
 """
 
 ADDRESSES = """
-    RUN is a folder, or file:// and a path; RUN@SEQ is its checkpoint SEQ,
-    RUN@TAG the one that has this tag. Where a folder has such a name itself,
-    RUN/@SEQ is always the checkpoint and NAME@SEQ/ always the folder; what
-    may mean either is refused.
+    RUN is a folder, s3://BUCKET/PREFIX, or another address that fsspec knows;
+    RUN@SEQ is its checkpoint SEQ, RUN@TAG the one that has this tag. Where a
+    folder has such a name itself, RUN/@SEQ is always the checkpoint and
+    NAME@SEQ/ always the folder; what may mean either is refused.
+
+    Remote stores are configured by the environment: AWS_ENDPOINT_URL,
+    AWS_ACCESS_KEY_ID and the like; CHECKRUN_SINGLE_WRITER=1 says that nobody
+    else writes the run, where a server cannot create exactly.
 """
 
 JSON = """

@@ -50,7 +50,7 @@ def open_store(
         return url
     path = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(path, str) or not path or "\0" in path:
-        raise InvalidInputError(f"{url!r} is no address of a run: give a path or file:// and a path")
+        raise InvalidInputError(f"{url!r} is no address of a run: give a path, s3://bucket/prefix, or one of fsspec")
     scheme, separator, rest = path.partition("://")
     if not separator or scheme == "file":
         _refuse_options(storage_options, "a local folder")

@@ -40,6 +40,11 @@ class Store(ABC):
     inline_bytes: int = 256 << 10
     """A call that moves fewer bytes is not worth another thread; 0 where each call waits for an answer."""
 
+    @property
+    def is_far(self) -> bool:
+        """Whether each call waits for an answer, so that it pays to ask for much at a time, and for few objects."""
+        return self.inline_bytes == 0
+
     def prepare(self) -> None:  # noqa: B027 - most stores are always ready
         """Make sure, before anything is written, that `create` is what the format needs (STO-2).
 

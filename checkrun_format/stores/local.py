@@ -253,10 +253,6 @@ def _write_all(descriptor: int, buffer: Buffer) -> int:
     return len(buffer)
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, _MISSING):
         raise error

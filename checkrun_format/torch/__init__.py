@@ -9,11 +9,12 @@ with Checkpointer("my-run", model, optimizer, bits=4, every=1000) as checkpointe
         checkpointer.step_done(step)
 """
 
+from checkrun_format.errors import SaveCancelledError
 from checkrun_format.torch.checkpointer import Checkpointer, Restored
 from checkrun_format.torch.inspection import Inspection, Missed
 from checkrun_format.torch.lookups import Lookups, register_lookups
 from checkrun_format.torch.optimizers import register_optimizer
-from checkrun_format.torch.pending import PendingSave, SaveCancelledError
+from checkrun_format.torch.pending import PendingSave
 from checkrun_format.torch.randomness import capture_rng, restore_rng
 from checkrun_format.torch.readers import LimitedReader, ReaderBudget
 from checkrun_format.torch.tracker import TouchedRows, Tracker

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import InvalidInputError, TrackingWarning
+from checkrun_format.errors import InvalidInputError, SaveCancelledError, TrackingWarning
 from checkrun_format.run import Run, open_run
 from checkrun_format.saving import Stage
 from checkrun_format.state import ALL, State, Table
@@ -26,7 +26,7 @@ from checkrun_format.torch.content import Content, Stateful
 from checkrun_format.torch.inspection import Inspection, Sample
 from checkrun_format.torch.lookups import Tables, find_tables
 from checkrun_format.torch.optimizers import Optimizers, named_optimizers
-from checkrun_format.torch.pending import PendingSave, SaveCancelledError
+from checkrun_format.torch.pending import PendingSave
 from checkrun_format.torch.readers import ReaderBudget
 from checkrun_format.torch.snapshot import Copier
 from checkrun_format.torch.tracker import Taken, Tracker
@@ -336,19 +336,15 @@ class Checkpointer:
         return number
 
     def _state(self, extra: Any, copy: Copier | None) -> State:
-        """The state to be saved; with `copy`, tables that are asked for when they are staged, and copied tensors."""
+        """The state to be saved; with `copy`, copied tensors (rows are copied when it is known which are stored)."""
         self._content.check()
         told = {"torch": self._content.document(), "extra": extra() if callable(extra) else extra}
         tensors = self._content.tensors()
-        tables = {}
-        for name in self.tables:
-            fields = self._content.fields(name)
-            if copy is None:
-                tables[name] = Table(fields)
-            else:
-                tables[name] = _asked_for(fields)
-        on_host = (copy or self._copier).tensors if copy or _has_device(tensors) else dict
-        return State(tables=tables, tensors=on_host(tensors), extra=told)
+        return State(
+            tables={name: Table(self._content.fields(name)) for name in self.tables},
+            tensors=tensors if copy is None else copy.tensors(tensors),
+            extra=told,
+        )
 
     def _take(self, state: State) -> None:
         """Take what changed since the last save, and tell the state."""
@@ -526,24 +522,6 @@ def _taken_apart(extra: Any) -> tuple[Any, Mapping[str, Any]]:
     if isinstance(extra, dict) and isinstance(extra.get("torch"), dict) and "optimizers" in extra["torch"]:
         return extra.get("extra"), extra["torch"]
     return extra, {}
-
-
-def _asked_for(fields: Mapping[str, torch.Tensor]) -> Table:
-    """A table of which only rows that are stored are gathered."""
-
-    def fetch(ids: Any) -> dict[str, torch.Tensor]:
-        rows = torch.from_numpy(ids)
-        return {name: values.index_select(0, rows.to(values.device)).cpu() for name, values in fields.items()}
-
-    specs: dict[str, tuple[Any, int | None]] = {
-        name: (str(values.dtype).removeprefix("torch."), values.shape[1] if values.ndim == 2 else None)
-        for name, values in fields.items()
-    }
-    return Table.from_function(fetch, rows=len(next(iter(fields.values()))), fields=specs)
-
-
-def _has_device(tensors: Mapping[str, torch.Tensor]) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in tensors.values())
 
 
 def _checked_interval(every: object, budget: object) -> int | dt.timedelta | None:

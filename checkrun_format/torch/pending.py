@@ -11,19 +11,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import CheckrunError, StorageError
+from checkrun_format.errors import SaveCancelledError, StorageError
 from checkrun_format.rows import Ids, Selection, is_in_sorted
 from checkrun_format.saving import Stage, Stored
 
 Staged: TypeAlias = Mapping[str, Mapping[str, Any]]
 Save: TypeAlias = Callable[[Stage, Callable[[], None]], Checkpoint]
 """Saves, with a `stage` and a `check` as of `Run.save`."""
-
-
-class SaveCancelledError(CheckrunError):
-    """A save was given up before its commit, as the caller wished; its changed rows are kept for the next one."""
-
-    kind = "save_cancelled"
 
 
 class PendingSave:

@@ -20,7 +20,7 @@ from checkrun_format.torch.memory import StagingMemory, room_for
 
 Tensor = torch.Tensor
 
-_LARGE_BYTES = 4 << 20
+_SMALL_BYTES = 4 << 20
 _PIECE_BYTES = 64 << 20
 
 
@@ -46,13 +46,13 @@ class Copier:
     def rows(
         self, stored: Mapping[str, Stored], fields: Callable[[str], Mapping[str, Tensor]]
     ) -> dict[str, dict[str, Tensor | Quantized]]:
-        """The rows that are stored, by table and field: gathered where they are, and on a device quantized there."""
+        """The rows that are stored, by table and field; on a device, those to be quantized stay there."""
         given = {name: fields(name) for name in stored}
         parts = [
             (what, plan, given[name][plan.name])
             for name, what in stored.items()
             for plan in what.fields
-            if not self._encodes(what, plan, given[name][plan.name])
+            if not self._encodes(plan, given[name][plan.name])
         ]
         size = sum(room_for(what.count * _row_bytes(values)) for what, _, values in parts)
         self._of_tables.begin(size, _device(values for _, _, values in parts))
@@ -62,15 +62,15 @@ class Copier:
                 for name, what in stored.items()
             }
 
-    def _encodes(self, what: Stored, plan: FieldPlan, values: Tensor) -> bool:
-        """Whether rows are quantized before they are copied: not the few that share a block with other tables'."""
-        is_large = what.count * sum(f.row_bytes for f in what.fields) > _LARGE_BYTES
-        known = plan.encoder is None or plan.encoder.name in ("minmax", "symmetric", "refine", "greedy")
-        return self._encode_on(values.device) and plan.bits is not None and is_large and known
+    def _encodes(self, plan: FieldPlan, values: Tensor) -> bool:
+        """Whether rows are quantized where they are: elsewhere they may get other codes."""
+        return plan.bits is not None and self._encode_on(values.device)
 
     def _taken(self, what: Stored, plan: FieldPlan, values: Tensor) -> Tensor | Quantized:
-        if not self._encodes(what, plan, values):
+        if not self._encodes(plan, values):
             return self._gathered(values, what.rows)
+        if what.count * sum(f.row_bytes for f in what.fields) <= _SMALL_BYTES:  # they share a block with other tables'
+            return _selected(values, what.rows).clone()
         pieces: list[Quantized] = []
         step = max(1, _PIECE_BYTES // _row_bytes(values))
         qparams = plan.qparams

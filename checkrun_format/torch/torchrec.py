@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.devices import tensor_of
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Record
 from checkrun_format.rows import Ids
 from checkrun_format.state import ALL, All
 from checkrun_format.torch.distributed.saver import RankSave, RankSaver
-from checkrun_format.torch.distributed.shards import Shard, as_tensor, dtype_name
+from checkrun_format.torch.distributed.shards import Shard, dtype_name
 from checkrun_format.torch.optimizers import Optimizers, OptimizerState, named_optimizers
 
 BLOB = "torchrec"
@@ -253,7 +254,7 @@ class ShardedModel:
             for table in tables:
                 _read(table, views[table.name], told.cuts.get(table.name, [0, table.width]))
             for name, values in tensors.items():
-                values.copy_(as_tensor(chosen.tensor(name)))
+                values.copy_(tensor_of(chosen.tensor(name)))
             for module in self._batched():
                 for name in ("iter", "iter_cpu"):
                     if isinstance(getattr(module, name, None), torch.Tensor):
@@ -336,13 +337,13 @@ def _read(table: ShardedTable, view: TableView, cut: Sequence[int]) -> None:
         rows, columns = slice(*shard.rows), slice(*shard.columns)
         wide = ["weight", *(name for name, values in shard.state.items() if values.ndim == 2)]
         found = view.read(rows, columns=columns, fields=wide)
-        shard.weight.copy_(as_tensor(found["weight"]))
+        shard.weight.copy_(tensor_of(found["weight"]))
         for name, values in shard.state.items():
             if values.ndim == 2:
-                values.copy_(as_tensor(found[name]))
+                values.copy_(tensor_of(found[name]))
             else:
                 stored = view.read(rows, fields=[name])[name]
-                values.copy_(as_tensor(_of_shard(stored, cut, shard.columns)))
+                values.copy_(tensor_of(_of_shard(stored, cut, shard.columns)))
 
 
 def _of_shard(stored: np.ndarray[Any, Any], cut: Sequence[int], columns: tuple[int, int]) -> np.ndarray[Any, Any]:

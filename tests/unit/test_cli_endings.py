@@ -54,6 +54,7 @@ def test_every_kind_of_error_has_a_code() -> None:
         **dict.fromkeys(("unsupported_version", "unsupported_feature"), 4),
         **dict.fromkeys(("concurrent_commit", "rank_failed", "storage"), 5),
         **dict.fromkeys(("access_denied", "bucket_not_found", "credentials"), 5),
+        "save_cancelled": 130,
     }
     explained = {int(code) for code in re.findall(r"^ +(\d+)  ", CODES, re.MULTILINE)}
     assert explained == {0, 130, 141, *codes.values()}

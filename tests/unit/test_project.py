@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from checkrun_format import errors
 from checkrun_format.versions import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +95,15 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_links_within_a_page_lead_somewhere(page: str) -> None:
+    headings = re.findall(r"^#+ (.+)$", text(page), re.MULTILINE)
+    places = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = re.findall(r"\]\(#([^)]+)\)", text(page))
+    assert links or page != "README.md"
+    assert set(links) <= places
+
+
 def test_every_folder_of_tests_is_described() -> None:
     described = set(re.findall(r"^\| `tests/(\w+)/`", text("CONTRIBUTING.md"), re.MULTILINE))
     present = {path.parent.relative_to(ROOT / "tests").parts[0] for path in ROOT.glob("tests/*/**/test_*.py")}
@@ -124,3 +134,15 @@ assert np.array_equal(values, fields["sum"])
     assert [line.split()[0] for line in printed[0][1:5]] == ["1", "2", "3", "4"]
     assert [line.split()[0] for line in printed[1][1:9]] == [str(number) for number in range(1, 9)]
     assert printed[0][5] == "user [  3   5 100 200] (4, 32) float16"
+
+
+def test_every_kind_of_error_is_told() -> None:
+    """In section 10 of the format, and in the tree that the module draws."""
+    found = {name: kind for name, kind in vars(errors).items() if name.endswith("Error") and name != "CheckrunError"}
+    kinds = {name: kind.kind for name, kind in found.items()}
+    assert len(kinds) >= 20
+    section = text("FORMAT.md").partition("## 10. Errors")[2].partition("\n## ")[0]
+    rows = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", rows)) == set(kinds.values())
+    drawn = re.findall(r"^[│├└─ ]+(\w+) +(\w+)", str(errors.__doc__), re.MULTILINE)
+    assert dict(drawn) == kinds

@@ -12,6 +12,7 @@ import torch
 
 import checkrun_format as crf
 from checkrun_format import quantize
+from checkrun_format.blocks import FieldPlan
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.rows import Selection
 from checkrun_format.saving import Stored
@@ -137,7 +138,7 @@ def test_a_check_abandons_the_save(tmp_path: Path) -> None:
 
 def test_rows_are_quantized_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a device does, done by the CPU: the same codes, whatever the pieces."""
-    monkeypatch.setattr("checkrun_format.torch.snapshot._LARGE_BYTES", 100)
+    monkeypatch.setattr("checkrun_format.torch.snapshot._SMALL_BYTES", 100)
     monkeypatch.setattr("checkrun_format.torch.snapshot._PIECE_BYTES", 1000)
     weight, sums = torch.from_numpy(values()["weight"]), torch.arange(ROWS, dtype=torch.float32)
     weight[7] = torch.inf
@@ -156,3 +157,31 @@ def test_rows_are_quantized_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_
         expected = quantize.decode(quantize.encode(weight.numpy(), 4, "minmax"))
         assert np.array_equal(made.table("t").read()["weight"], expected)
         assert np.array_equal(made.table("t").read()["sum"], sums.numpy())
+
+
+def test_rows_on_a_device_are_staged_elsewhere(tmp_path: Path) -> None:
+    """Raw rows come to the CPU; those to be quantized stay, so that they get the same codes as in any other save."""
+    given = values()
+
+    def saved(name: str, staged: Any) -> crf.Checkpoint:
+        table = crf.Table.from_function(never, rows=ROWS, fields=SPEC, device="cpu")
+        run = crf.open_run(tmp_path / name, "a", durable=False, bits={"*": {"weight": 4}}, encoder="minmax")
+        return run.save(crf.State(tables={"t": table}), stage=lambda _: {"t": staged})
+
+    made = saved("a", {"weight": torch.from_numpy(given["weight"]), "sum": given["sum"]})
+    wanted = quantize.decode(quantize.encode(given["weight"], 4, "minmax"))
+    assert np.array_equal(made.table("t").read()["weight"], wanted)
+    assert np.array_equal(made.table("t").read()["sum"], given["sum"])
+    with pytest.raises(InvalidInputError, match="'weight'"):
+        saved("b", {"weight": given["weight"].tolist(), "sum": given["sum"]})
+
+
+def test_few_rows_to_be_quantized_stay_where_they_are() -> None:
+    weight = torch.from_numpy(values()["weight"])
+    plan = FieldPlan(name="weight", dtype="float32", columns=8, bits=4)
+    for rows in (slice(3, 6), np.array([3, 4, 5])):
+        stored = {"t": Stored(rows=rows, count=3, fields=[plan])}
+        staged = Copier(encode_on=lambda device: True).rows(stored, lambda _: {"weight": weight})["t"]["weight"]
+        assert isinstance(staged, torch.Tensor)
+        assert torch.equal(staged, weight[3:6])
+        assert staged.data_ptr() != weight[3:].data_ptr(), "a copy"

@@ -22,6 +22,7 @@ from checkrun_format.errors import (
     InvalidInputError,
     StorageError,
 )
+from checkrun_format.stores import LocalStore
 from tests.property.strategies import Fields, Ids, MemoryStore, SlowStore, cuts, same_bits, same_fields, taken
 
 ROOT = Path(__file__).parents[2]
@@ -274,6 +275,26 @@ def test_a_token_that_is_none() -> None:
     for token in tokens:
         with pytest.raises(InvalidInputError, match="token"):
             crf.join_save(token)
+
+
+def test_another_run_joins_by_its_own_store(tmp_path: Path) -> None:
+    """Nothing but it has the store, or the credentials; a folder is as durable as the token says."""
+    store, fields = MemoryStore(), table()
+    run = crf.open_run(store, mode="a", chunk_bytes=64)
+    with run.begin(writers=2) as save:
+        token = json.loads(json.dumps(save.token))
+        writers = [save.writer(0), crf.open_run(store).join(token).writer(1)]
+        for rank, writer in enumerate(writers):
+            put_rows(writer, "t", fields, 6 * rank, 6 * rank + 6)
+        done = save.commit(finished(writers))
+    assert same_fields(done.table("t").read(), fields)
+
+    for durable in (True, False):
+        first = crf.open_run(tmp_path / str(durable), mode="a", durable=durable)
+        with first.begin(writers=1) as save:
+            joined = crf.open_run(first.url, durable=not durable).join(save.token)
+            assert isinstance(joined._store, LocalStore)
+            assert joined._store.durable == durable
 
 
 def test_uint64_keys() -> None:

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _Em
 
 import checkrun_format as crf
 from checkrun_format.errors import InvalidInputError, RunNotFoundError
+from checkrun_format.stores import LocalStore
 from checkrun_format.testing import MemoryStore
 from checkrun_format.torch.distributed import CheckrunReader, CheckrunWriter
 from checkrun_format.torch.distributed.keys import Keys
-from checkrun_format.torch.distributed.ranks import pack, unpack
+from checkrun_format.torch.distributed.ranks import opened, pack, unpack
 from checkrun_format.torch.distributed.shards import Shard, shared_tables
 
 pytestmark = [
@@ -55,6 +56,26 @@ def refused(act: Callable[[], Any]) -> str:
     error = caught.value.failures[0][0]
     assert isinstance(error, InvalidInputError)
     return str(error)
+
+
+def test_every_rank_opens_the_run_by_the_same_options(tmp_path: Path) -> None:
+    """Credentials too; but who only reads prunes nothing, and takes nothing over."""
+    options: dict[str, Any] = {
+        "bits": 4,
+        "keep": crf.Keep(last=1),
+        "takeover": True,
+        "max_host_bytes": 1 << 20,
+        "durable": False,
+    }
+    first, second = (opened(tmp_path / "run", options, commits=commits) for commits in (True, False))
+    assert (first.mode, second.mode) == ("a", "r")
+    for run in (first, second):
+        assert isinstance(run._store, LocalStore)
+        assert not run._store.durable
+        assert run._history.budget(None).max_host_bytes == 1 << 20
+    writer = CheckrunWriter(tmp_path / "run", **options)
+    writer.set_up_storage_writer(False, rank=1)
+    assert (writer.run.mode, writer.run._history.budget(None).max_host_bytes) == ("r", 1 << 20)
 
 
 # Which keys are tables ------------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_a_budget_is_cut_in_quarters() -> None:
     for given in (1 << 30, np.int64(1 << 30)):
         budget = Budget(given)  # type: ignore[arg-type]
-        assert (budget.tasks, budget.kept, budget.rows) == (1 << 28, 1 << 28, 1 << 28)
+        assert (budget.kept, budget.rows) == (1 << 28, 1 << 28)
     least = Budget(1)
-    assert (least.tasks, least.kept, least.rows) == (0, 0, 1 << 16)
+    assert (least.kept, least.rows) == (0, 1 << 16)
     assert Budget().max_host_bytes == 256 << 20
     with pytest.raises(InvalidInputError, match="max_host_bytes 0"):
         Budget(0)

@@ -13,9 +13,8 @@ import msgspec
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from checkrun_format.errors import CheckrunError, RankError
+from checkrun_format.errors import CheckrunError, RankError, SaveCancelledError
 from checkrun_format.manifest import Record
-from checkrun_format.torch.pending import SaveCancelledError
 
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, CheckrunError, InvalidInputError, RankError
 from checkrun_format.manifest import Record
 from checkrun_format.rows import Ids
-from checkrun_format.run import Run
-from checkrun_format.staging import Save, StagedWriter, Token, join_save
+from checkrun_format.run import Run, open_run
+from checkrun_format.staging import Save, StagedWriter, Token
 from checkrun_format.state import ALL, All
 from checkrun_format.torch.distributed.shards import Choice, Shard, held_rows, inside, shared_tables
 
@@ -194,10 +195,6 @@ class Coordinator:
         return self._save.commit(part_lists, unchanged=unchanged, dropped=self._dropped, extra=self._extra, step=step)
 
 
-def _holders(reports: Sequence[Report], table: str) -> list[int]:
-    return [rank for rank, report in enumerate(reports) if any(held.table == table for held in report.held)]
-
-
 def _owners(reports: Sequence[Report]) -> dict[str, int]:
     owners: dict[str, int] = {}
     for rank, report in reversed(list(enumerate(reports))):
@@ -354,9 +351,11 @@ def _committed(run: Run, sequence: int, attempt: str) -> bool:
         return False  # burnt, pruned or damaged: its rows are stored again
 
 
-def join(order: Order, rank: int, url: str | None = None) -> StagedWriter:
-    """The writer of another rank than the coordinator."""
-    return join_save(order.token, url).writer(rank)
+def opened(url: str | os.PathLike[str], options: Mapping[str, Any], *, commits: bool) -> Run:
+    """A run as a rank opens it: the one that commits with mode "a", others to read, by the same options."""
+    if commits:
+        return open_run(url, "a", **options)
+    return open_run(url, **{name: given for name, given in options.items() if name not in ("keep", "takeover")})
 
 
 def failed(rank: int, error: BaseException) -> RankError:
@@ -365,4 +364,4 @@ def failed(rank: int, error: BaseException) -> RankError:
     return RankError(f"rank {rank} failed, nothing was committed: {told}")
 
 
-__all__ = ["ALL", "Coordinator", "Member", "Order", "Report", "failed", "join", "pack", "unpack"]
+__all__ = ["ALL", "Coordinator", "Member", "Order", "Report", "failed", "opened", "pack", "unpack"]

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.devices import tensor_of
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.run import Run, open_run
 from checkrun_format.torch.distributed.contents import Contents, metadata_of
-from checkrun_format.torch.distributed.shards import as_tensor
 
 
 class CheckrunReader(StorageReader):
@@ -130,7 +130,7 @@ class CheckrunReader(StorageReader):
             raise InvalidInputError(
                 f"{item.dest_index.fqn!r}: {tuple(target.shape)} is wanted where {tuple(values.shape)} is read"
             )
-        target.copy_(as_tensor(values))
+        target.copy_(tensor_of(values))
         planner.commit_tensor(item, target)
 
     def _field(self, table: str, field: str, spans: Sequence[slice]) -> npt.NDArray[Any]:

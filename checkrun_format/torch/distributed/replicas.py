@@ -10,13 +10,14 @@ from typing import Any, Final
 import numpy as np
 from torch import distributed as dist
 
-from checkrun_format import dtypes
+from checkrun_format import dlpack, dtypes
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckrunError, InvalidInputError
-from checkrun_format.run import Run, open_run
+from checkrun_format.run import Run
 from checkrun_format.saving import Stage, Stored
 from checkrun_format.state import ALL, State, TableSource, table_sources
+from checkrun_format.torch.distributed.ranks import opened
 from checkrun_format.torch.distributed.saver import Agreed, RankSave, RankSaver, row_slice
 from checkrun_format.torch.distributed.shards import Shard
 
@@ -32,7 +33,7 @@ class ReplicatedRun:
     Parameters
     ----------
     run : Run, or address of one
-        Rank 0 opens an address with mode "a" and `options`, others to read.
+        An address is opened with `options`: by rank 0 with mode "a", by others to read.
     process_group : ProcessGroup, optional
     timeout : timedelta
         How long a rank waits for another.
@@ -49,12 +50,12 @@ class ReplicatedRun:
         self._rank = dist.get_rank(process_group)
         self._opened = not isinstance(run, Run)
 
-        def opened() -> None:
+        def open_first() -> None:
             nonlocal run
-            run = run if isinstance(run, Run) else open_run(run, "a", **options)
+            run = run if isinstance(run, Run) else opened(run, options, commits=True)
 
-        self._by_first(opened)
-        self._run = run if isinstance(run, Run) else open_run(run)
+        self._by_first(open_first)
+        self._run = run if isinstance(run, Run) else opened(run, options, commits=False)
         self._saver = RankSaver(self._run, process_group=process_group, timeout=timeout)
 
     def _by_first(self, act: Callable[[], Any]) -> Any:
@@ -169,7 +170,10 @@ class ReplicatedRun:
         if stage is not None:
             values = stage(wanted)
         else:
-            values = {name: sources[name].fetch(what.rows) for name, what in wanted.items()}
+            values = {
+                name: {field: dlpack.on_host(array) for field, array in sources[name].fetch(what.rows).items()}
+                for name, what in wanted.items()
+            }
         return [
             _cut(shard, mine[name], values[name][shard.field] if name in values else _no_rows(shard))
             for name, source in sources.items()

@@ -18,7 +18,7 @@ from checkrun_format.run import Run
 from checkrun_format.saving import checked_step
 from checkrun_format.state import All, extra_json
 from checkrun_format.torch.distributed.exchange import Exchange
-from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report, join
+from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report
 from checkrun_format.torch.distributed.shards import Choice, Shard, on_host, parts, staged
 
 TIMEOUT = dt.timedelta(minutes=10)
@@ -91,7 +91,7 @@ class RankSave:
         if agreed.coordinator is not None:
             writer = agreed.coordinator.writer(agreed.rank)
         else:
-            writer = join(agreed.order, agreed.rank, self._saver.run.url)
+            writer = self._saver.run.join(agreed.order.token).writer(agreed.rank)
         for part in parts(self._held, agreed.choices):
             check()
             part.put(writer)

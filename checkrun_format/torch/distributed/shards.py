@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from checkrun_format import dtypes
@@ -29,13 +28,6 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     if name not in dtypes.STORED:
         raise InvalidInputError(f"{what}: torch dtype {name} cannot be stored")
     return name
-
-
-def as_tensor(values: npt.NDArray[Any]) -> torch.Tensor:
-    """A tensor of the same bits: of an array that this library has read."""
-    name = dtypes.name_of(values.dtype)
-    stored = np.ascontiguousarray(dtypes.to_stored(values))
-    return torch.from_numpy(stored).view(getattr(torch, name)).reshape(values.shape)
 
 
 def on_host(values: Any) -> Any:

@@ -27,11 +27,11 @@ from checkrun_format import dlpack
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.rows import Ids, sorted_ids
-from checkrun_format.run import Run, open_run
+from checkrun_format.run import Run
 from checkrun_format.state import ALL, All, ArrayLike
 from checkrun_format.torch.distributed.contents import BLOB, Contents, Piece, piece_name
 from checkrun_format.torch.distributed.keys import Keys, Tables
-from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report, failed, join
+from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report, failed, opened
 from checkrun_format.torch.distributed.shards import Choice, Shard, dtype_name, parts, staged
 
 Changed: TypeAlias = Callable[[str], "ArrayLike | All | None"]
@@ -67,7 +67,7 @@ class CheckrunWriter(AsyncStager, StorageWriter):
     Parameters
     ----------
     run : Run, or address of a run
-        A Run must be open with mode "a" on rank 0. An address is opened there with `options`, and only read by others.
+        A Run must be open with mode "a" on rank 0. An address is opened with `options`, by other ranks to read.
     tables : list of keys, or mapping
         The weights that become tables, quantized as the run's `bits` say and saved in increments; their optimizer
         state joins them: see `Keys`. Everything else is a dense tensor or a blob.
@@ -162,8 +162,7 @@ class CheckrunWriter(AsyncStager, StorageWriter):
     def run(self) -> Run:
         """The run; on a rank that does not coordinate it may be open for reading only."""
         if self._run is None:
-            mode = {"mode": "a", **self._options} if self._is_coordinator else {"mode": "r"}
-            self._run = open_run(self._url, **mode)
+            self._run = opened(self._url, self._options, commits=self._is_coordinator)
         return self._run
 
     # Before the plan --------------------------------------------------------------------------------------------------
@@ -237,7 +236,8 @@ class CheckrunWriter(AsyncStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Store what this rank holds."""
         order, fields, contents = plan.storage_data
-        writer = self._coordinator.writer(0) if self._coordinator is not None else join(order, self._rank, self._url)
+        mine = self._coordinator
+        writer = self.run.join(order.token).writer(self._rank) if mine is None else mine.writer(0)
         pairs = self._shards(plan.items, fields)
         if self._using is None:
             held = [dataclasses.replace(shard, values=_local(planner.resolve_data(item))) for shard, item in pairs]
