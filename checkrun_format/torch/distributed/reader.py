@@ -125,7 +125,8 @@ class CheckrunReader(StorageReader):
         if item.storage_index.fqn in self._contents.fields:
             values = self._field(*self._contents.fields[item.storage_index.fqn], spans)
         else:
-            values = self._tensor(item)[(*spans, ...)]  # of no dimensions, too, an array
+            cut: Any = (*spans, ...)  # of no dimensions, too, an array
+            values = self._tensor(item)[cut]
         if target.shape != values.shape:
             raise InvalidInputError(
                 f"{item.dest_index.fqn!r}: {tuple(target.shape)} is wanted where {tuple(values.shape)} is read"
