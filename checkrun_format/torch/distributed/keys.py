@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -13,6 +14,26 @@ from checkrun_format.errors import InvalidInputError
 Tables: TypeAlias = "Sequence[str] | Mapping[str, str | Mapping[str, str]]"
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether what DCP calls the id of a checkpoint is a step, which it is here."""
+    return str(checkpoint_id).isdecimal()
+
+
+def step_named(checkpoint_id: str | os.PathLike[str] | int | None) -> int | None:
+    """The step that an id of DCP's is, None if none is given.
+
+    Raises
+    ------
+    InvalidInputError
+        It is something else.
+    """
+    if checkpoint_id is None:
+        return None
+    if not names_step(str(checkpoint_id)):
+        raise InvalidInputError(f"checkpoint_id={checkpoint_id!r}: give the step, a whole number, or nothing")
+    return int(str(checkpoint_id))
 
 
 class Keys:

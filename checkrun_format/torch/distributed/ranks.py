@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from checkrun_format.checkpoint import Checkpoint
@@ -46,27 +47,11 @@ class Held(Record, frozen=True, kw_only=True):
     @classmethod
     def of_shard(cls, shard: Shard) -> Held:
         """What a shard is."""
-        return cls(
-            table=shard.table,
-            field=shard.field,
-            rows=shard.rows,
-            columns=shard.columns,
-            of=shard.of,
-            width=shard.width,
-            dtype=shard.dtype,
-        )
+        return cls(**{name: getattr(shard, name) for name in cls.__struct_fields__})
 
     def shard(self) -> Shard:
         """As a shard."""
-        return Shard(
-            table=self.table,
-            field=self.field,
-            rows=self.rows,
-            columns=self.columns,
-            of=self.of,
-            width=self.width,
-            dtype=self.dtype,
-        )
+        return Shard(**msgspec.structs.asdict(self))
 
 
 class Report(Record, frozen=True, kw_only=True):

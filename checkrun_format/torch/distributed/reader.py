@@ -21,6 +21,7 @@ from checkrun_format.devices import tensor_of
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.run import Run, open_run
 from checkrun_format.torch.distributed.contents import Contents, metadata_of
+from checkrun_format.torch.distributed.keys import names_step, step_named
 
 
 class CheckrunReader(StorageReader):
@@ -70,15 +71,12 @@ class CheckrunReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a step."""
-        return str(checkpoint_id).isdecimal()
+        return names_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """Begin anew; `checkpoint_id` is the step of the checkpoint to be read."""
-        if checkpoint_id is None:
-            return
-        if not self.validate_checkpoint_id(str(checkpoint_id)):
-            raise InvalidInputError(f"checkpoint_id={checkpoint_id!r}: give the step, a whole number, or nothing")
-        self._open(self._run.at(step=int(str(checkpoint_id))))
+        if (step := step_named(checkpoint_id)) is not None:
+            self._open(self._run.at(step=step))
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """DCP's metadata of the checkpoint."""

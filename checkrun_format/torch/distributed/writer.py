@@ -30,7 +30,7 @@ from checkrun_format.rows import Ids, sorted_ids
 from checkrun_format.run import Run
 from checkrun_format.state import ALL, All, ArrayLike
 from checkrun_format.torch.distributed.contents import BLOB, Contents, Piece, piece_name
-from checkrun_format.torch.distributed.keys import Keys, Tables
+from checkrun_format.torch.distributed.keys import Keys, Tables, names_step, step_named
 from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report, failed, opened
 from checkrun_format.torch.distributed.shards import Choice, Shard, dtype_name, parts, staged
 
@@ -144,15 +144,12 @@ class CheckrunWriter(AsyncStager, StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a step."""
-        return str(checkpoint_id).isdecimal()
+        return names_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """Begin anew; `checkpoint_id` is the step."""
-        if checkpoint_id is None:
-            return
-        if not self.validate_checkpoint_id(str(checkpoint_id)):
-            raise InvalidInputError(f"checkpoint_id={checkpoint_id!r}: give the step, a whole number, or nothing")
-        self._step_given = int(str(checkpoint_id))
+        if (step := step_named(checkpoint_id)) is not None:
+            self._step_given = step
 
     def storage_meta(self) -> StorageMeta | None:
         """The run."""
