@@ -136,7 +136,7 @@ def raises(rank: Rank) -> dict[str, Any]:
     if rank.number == 2:
         wrong = [dataclasses.replace(wrong[0], rows=(low, high + 1))]
     seen = [outcome(lambda: saver.save(wrong, {"user": np.array([low])}))]
-    dist.barrier()  # as a trainer's collectives: without one, a slow rank would take part in the next save with this call
+    dist.barrier()  # as a trainer has collectives: without one, a slow rank would take part in the next save instead
 
     def fail() -> None:
         if rank.number == 1:
@@ -145,6 +145,8 @@ def raises(rank: Rank) -> dict[str, Any]:
     seen.append(outcome(lambda: saver.begin(shards_of(values, low, high), {}).finish(fail)))
     dist.barrier()
     seen.append(outcome(lambda: saver.save(shards_of(values, low, high), {}, step=-1 if rank.number == 0 else 3)))
+    dist.barrier()
+    seen.append(outcome(lambda: saver.save(shards_of(values, low, high), {}, step=8 if rank.number == 3 else 7)))
     committed = [c.sequence for c in crf.open_run(rank.folder / "run").log()]
     dist.barrier()
     last = saver.save(shards_of(values, low, high), {})

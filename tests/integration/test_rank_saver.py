@@ -65,6 +65,7 @@ def test_a_rank_that_raises_is_named_by_all_others_and_no_row_is_lost(told: Told
         (2, "InvalidInputError: table 'user', field 'weight': values (2, 4) for rows (5, 8) and columns (0, 4)"),
         (1, "OSError: no space left"),
         (0, "InvalidInputError: step -1; a number from 0 on, or None"),
+        (0, "InvalidInputError: rank 3 saves step 8, rank 0 step 7: call save at the same step on all ranks"),
     ]
     for number, rank in enumerate(told["raises"]):
         assert rank["seen"] == [

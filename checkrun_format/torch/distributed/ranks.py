@@ -65,6 +65,8 @@ class Report(Record, frozen=True, kw_only=True):
     told: list[str] | None
     """Tables (None: all) of which `rows` has every changed row that is known; of others, those not held here."""
     rows: dict[str, bytes]
+    step: int | None = None
+    """At which it saves, if it says so."""
 
 
 class Order(Record, frozen=True, kw_only=True):
@@ -134,6 +136,10 @@ class Coordinator:
         """
         fields: dict[str, Fields] = {}
         for rank, report in enumerate(reports):
+            if step is not None and report.step not in (None, step):
+                raise InvalidInputError(
+                    f"rank {rank} saves step {report.step}, rank 0 step {step}: call save at the same step on all ranks"
+                )
             for held in report.held:
                 fields.setdefault(held.table, Fields(held.table)).add(rank, held)
         save = run.begin(step=step, writers=len(reports), parent=parent)
@@ -261,7 +267,7 @@ class Member:
         """The state was restored: nothing is pending."""
         self._pending, self._handed, self._attempt, self._storing, self._stored = {}, {}, None, {}, {}
 
-    def report(self, shards: Sequence[Shard], tensors: Iterable[str] = ()) -> Report:
+    def report(self, shards: Sequence[Shard], tensors: Iterable[str] = (), step: int | None = None) -> Report:
         """What this rank tells the coordinator."""
         ranges, rows = held_rows(shards), {}
         for table, changed in self._pending.items():
@@ -277,6 +283,7 @@ class Member:
             whole=[table for table, changed in self._pending.items() if changed.everything],
             told=None if self._shared is None else sorted(self._shared),
             rows=rows,
+            step=step,
         )
 
     def choices(self, order: Order, shards: Iterable[Shard], run: Run | None) -> dict[str, Choice]:

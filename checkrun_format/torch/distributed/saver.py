@@ -165,7 +165,7 @@ class RankSaver:
         blobs : mapping
             Bytes; names are unique over all ranks.
         extra, step, parent, dropped
-            As of `Run.save`; rank 0's are taken.
+            As of `Run.save`; rank 0's are taken. Another rank's step has to be the same, if it gives one.
         copy : bool
             Copy all that is stored before returning, so that training may go on.
 
@@ -204,9 +204,8 @@ class RankSaver:
         number = exchange.announce() if exchange.rank == 0 else exchange.follow()
         with self.failing(number, "report", "order"):
             check(shards)
-            report = self._member.report(shards, tensors)
             extra_json(extra)
-            checked_step(step)
+            report = self._member.report(shards, tensors, checked_step(step))
         exchange.send(number, "report", report)
         coordinator = None
         if exchange.rank == 0:
