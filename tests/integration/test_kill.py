@@ -256,16 +256,16 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def train(folder: Path, ready: int, *, durable: bool) -> NoReturn:
-    """Go on from where the run is, saving after every step, until killed."""
+def train(folder: Path, told: int, *, durable: bool) -> NoReturn:
+    """Go on from where the run is, saving after every step, until killed; a byte to `told` before each save."""
     run = crf.open_run(folder, "a", durable=durable)
     step = 0
     if run.latest(None) is not None:
         restored = run.restore()
         assert_same(restored, state(restored.extra["step"]))
         step = restored.extra["step"] + 1
-    os.write(ready, b"!")
     while True:
+        os.write(told, b"!")
         run.save(state(step), step=step)
         step += 1
 
@@ -284,7 +284,7 @@ def seconds_of_a_save(folder: Path) -> float:
 def test_killed_at_a_random_time(tmp_path: Path) -> None:
     """COM-1, COM-4, TRE-2: 50 kills; what was committed loads bit for bit, and the next process goes on from it."""
     chance = random.Random(20)
-    longest = 3 * seconds_of_a_save(tmp_path / "timed")
+    a_save = seconds_of_a_save(tmp_path / "timed")
     folder, head = tmp_path / "0", 0
     left_litter = grew = 0
     for round_ in range(ROUNDS):
@@ -292,9 +292,10 @@ def test_killed_at_a_random_time(tmp_path: Path) -> None:
             folder, head = tmp_path / str(round_), 0
         ready, told = os.pipe()
         child = fork(partial(train, folder, told, durable=round_ % 5 == 0))
-        if round_ % 7:
-            assert select.select([ready], [], [], 60)[0], "the child does not get ready"
-        time.sleep(chance.uniform(0, longest))
+        for _ in range(round_ % 4):  # none: the child is killed while it starts; n: in its save n, or a later one
+            assert select.select([ready], [], [], 60)[0], "the child does not get on"
+            assert os.read(ready, 1) == b"!"
+        time.sleep(chance.uniform(0, a_save))
         os.kill(child, signal.SIGKILL)
         assert ended(child) == -signal.SIGKILL
         os.close(ready)
@@ -303,8 +304,8 @@ def test_killed_at_a_random_time(tmp_path: Path) -> None:
             before, head = head, check_run(folder, head)
             grew += head > before
             left_litter += bool(litter_in(folder, [head + 1]))
-    assert grew > ROUNDS // 10
-    assert left_litter > ROUNDS // 10
+    assert grew >= ROUNDS // 2 - 1  # each of 2 or 3 bytes told of a commit
+    assert left_litter > 0
     check_run(folder)
 
 
