@@ -93,9 +93,6 @@ class Checkpointer:
         `extra` counts. All ranks make, save, restore and close at the same steps. Give the model without its wrapper
         (`ddp.module`). For models that are cut over the ranks: `checkrun_format.torch.torchrec`, or the plug-in for
         torch.distributed.checkpoint.
-    keep_memory : bool
-        Keep the memory that `save_async` copies into: as much as the model takes, once a base was saved. A base then
-        stalls training for less time, since touching fresh memory takes longer than the copy.
 
     Raises
     ------
@@ -125,7 +122,6 @@ class Checkpointer:
         on_busy: OnBusy = "wait",
         process_group: dist.ProcessGroup | None = None,
         timeout: dt.timedelta = dt.timedelta(minutes=10),
-        keep_memory: bool = False,
         **options: Any,
     ) -> None:
         self._every = _checked_interval(every, budget)
@@ -146,7 +142,7 @@ class Checkpointer:
         self.step = 0
         """Steps done so far; of the restored checkpoint, to begin with."""
         self._budget = budget
-        self._copier = Copier(keep=keep_memory)
+        self._copier = Copier()
         self._pending: PendingSave | None = None
         self._taken: dict[str, Taken] = {}
         self._dropped: tuple[str, ...] = ()
@@ -275,7 +271,10 @@ class Checkpointer:
         state, number = self._state(extra, copy=self._copier), self._numbered(step)
 
         def save(stage: Stage, check: Callable[[], None]) -> Checkpoint:
-            return self.run.save(state, step=number, dropped=self._dropped, stage=stage, check=check)
+            try:
+                return self.run.save(state, step=number, dropped=self._dropped, stage=stage, check=check)
+            finally:
+                self._copier.release()
 
         pending = PendingSave(number, save, lambda stored: self._copier.rows(stored, self._content.fields))
         try:
