@@ -52,7 +52,8 @@ def mean_l2(values: Any, quantized: Quantized) -> tuple[float, float] | None:
 def _norms(values: Any, quantized: Quantized, rows: npt.NDArray[np.int64]) -> F64:
     given = _rows_of(values, rows).astype(np.float64)
     error = decode(quantized, rows=rows) - given
-    return np.sqrt(np.stack([np.einsum("ij,ij->i", each, each) for each in (error, given)], axis=1))
+    squares = np.stack([np.einsum("ij,ij->i", each, each) for each in (error, given)], axis=1)
+    return np.asarray(np.sqrt(squares))
 
 
 def _rows_of(values: Any, rows: npt.NDArray[np.int64]) -> Array:
