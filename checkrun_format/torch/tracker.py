@@ -84,7 +84,10 @@ class TouchedRows:
         rows = rows.detach().reshape(-1)
         if rows.device != self.bitmap.device:  # of a replica
             rows = rows.to(self.bitmap.device)
-        self.bitmap[rows] = self._current
+        if type(rows) is torch.Tensor and rows.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.bitmap.numpy()[rows.numpy()] = self._number  # in half of the time
+        else:
+            self.bitmap[rows] = self._current
 
     def mark(self, rows: torch.Tensor) -> None:
         """Note that rows changed, or will with the next step of an optimizer, if there is one.
