@@ -34,6 +34,9 @@ CHECKSUM_BYTES = 4
 _SLICE_BYTES = 1 << 20
 """Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""
 
+_BUFFER_BYTES = 4 << 20
+"""Of memory that is read into again and again."""
+
 
 def row_bytes(entry: ArrayEntry) -> int:
     """Bytes of one row of an array."""
@@ -332,13 +335,13 @@ class ChunkReader:
     @contextlib.contextmanager
     def _buffer(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
         """Memory that is used again: the first touch of new memory takes as long as several copies."""
-        if size > _SLICE_BYTES:
+        if size > _BUFFER_BYTES:
             yield np.empty(size, np.uint8)
             return
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = np.empty(_SLICE_BYTES, np.uint8)
+            buffer = np.empty(_BUFFER_BYTES, np.uint8)
         yield buffer
         self._free.append(buffer)
 
@@ -366,8 +369,7 @@ class ChunkReader:
     def _straight(self, key: str, entry: ArrayEntry, out: npt.NDArray[Any]) -> None:
         payload = out.reshape(-1).view(np.uint8)
         with self._checked(key) as file:
-            for low in range(0, payload.size, _SLICE_BYTES):
-                file.fill(payload[low : low + _SLICE_BYTES])
+            file.fill(payload)
             file.finish(entry.chunk_rows * row_bytes(entry) - payload.size)
 
     def _checked(self, key: str) -> CheckedFile:
@@ -394,8 +396,10 @@ class CheckedFile:
 
     def fill(self, piece: npt.NDArray[np.uint8]) -> None:
         """Read the next bytes."""
-        self._read(piece)
-        self._checksum = google_crc32c.extend(self._checksum, piece)
+        for low in range(0, piece.size, _SLICE_BYTES):
+            some = piece[low : low + _SLICE_BYTES]
+            self._read(some)
+            self._checksum = google_crc32c.extend(self._checksum, some)
 
     def finish(self, padding: int = 0) -> int:
         """Read so many bytes more, then the checksum, and refuse what does not match it."""
