@@ -260,7 +260,7 @@ def page(told: dict[str, Any]) -> str:
         measure.table(titles, rows),
         (
             f"Throughput beside a save, one thread each: {told['throughput']['save']:.2f}x (target >= 0.9x); "
-            f"beside another process of one thread, which has nothing to do with it: {told['throughput']['process']:.2f}x."
+            f"beside another process of one thread, one that only computes: {told['throughput']['process']:.2f}x."
         ),
         (
             f"Noting rows takes {noting_['noting'] * 1e3:.3f} ms of a step of {noting_['without'] * 1e3:.1f} ms: "

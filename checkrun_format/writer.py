@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -75,23 +77,25 @@ class Objects:
         self.workers.wait()
         return sum(self._sizes)
 
-    def put_array(self, name: str, entry: ArrayEntry) -> None:
-        """Store an array's metadata."""
+    def put_array(self, name: str, entry: ArrayEntry) -> ArrayEntry:
+        """Store an array's metadata; its entry, with room for the checksums of its chunks."""
         document = layout.array_document(
             name.rpartition("/")[2], entry.dtype, tuple(entry.shape), entry.chunk_rows, entry.compression
         )
         self.put(f"{name}/zarr.json", [document])
+        return msgspec.structs.replace(entry, checksums=[0] * layout.chunk_count(entry.shape[0], entry.chunk_rows))
 
     def put_chunk(self, name: str, entry: ArrayEntry, index: int, values: npt.NDArray[Any]) -> None:
-        """Store one chunk of an array."""
-        self.put(f"{name}/{layout.chunk_name(index, len(entry.shape))}", chunks.encode(values, entry), values.nbytes)
+        """Store one chunk of an array; its checksum is in the entry after `wait`."""
+        assert entry.checksums is not msgspec.UNSET
+        buffers = chunks.encode(values, entry, functools.partial(entry.checksums.__setitem__, index))
+        self.put(f"{name}/{layout.chunk_name(index, len(entry.shape))}", buffers, values.nbytes)
 
     def put_whole(self, name: str, values: npt.NDArray[Any], chunk_bytes: int, compression: str | None) -> ArrayEntry:
         """Store an array that is in memory, cut on its own."""
         size = int(values.itemsize * np.prod(values.shape[1:], dtype=object))
         chunk_rows = layout.balanced_chunk_rows(len(values), size, chunk_bytes)
-        entry = chunks.entry_for(values.dtype.name, values.shape, chunk_rows, compression)
-        self.put_array(name, entry)
+        entry = self.put_array(name, chunks.entry_for(values.dtype.name, values.shape, chunk_rows, compression))
         for index in range(layout.chunk_count(len(values), chunk_rows)):
             self.put_chunk(name, entry, index, values[index * chunk_rows : (index + 1) * chunk_rows])
         return entry
@@ -129,8 +133,8 @@ class BlockWriter:
         if name not in self._arrays:
             shape = (self._rows, *values.shape[1:])
             compression = chunks.smaller_compression(values) if of is None else _compression_of(of, name)
-            self._arrays[name] = chunks.entry_for(values.dtype.name, shape, self.chunk_rows, compression)
-            self._objects.put_array(f"{self._group}/{name}", self._arrays[name])
+            entry = chunks.entry_for(values.dtype.name, shape, self.chunk_rows, compression)
+            self._arrays[name] = self._objects.put_array(f"{self._group}/{name}", entry)
         index = self._written // self.chunk_rows
         self._objects.put_chunk(f"{self._group}/{name}", self._arrays[name], index, values)
 
@@ -302,6 +306,7 @@ class Writer:
             parts=self._parts,
             dense=self._write_dense(),
         )
+        self._objects.wait()  # for the checksums
         data = pack_parts(document)
         self._objects.put(layout.part_file(self._number), [data])
         stored_bytes = self._objects.wait()
@@ -384,8 +389,7 @@ class Writer:
 
     def _write_flat(self, name: str, arrays: Sequence[Array], total: int) -> ArrayEntry:
         chunk_rows = layout.balanced_chunk_rows(total, arrays[0].itemsize, self._chunk_bytes)
-        entry = chunks.entry_for(arrays[0].dtype.name, (total,), chunk_rows)
-        self._objects.put_array(name, entry)
+        entry = self._objects.put_array(name, chunks.entry_for(arrays[0].dtype.name, (total,), chunk_rows))
         for index, values in enumerate(_recut(arrays, chunk_rows)):
             self._objects.put_chunk(name, entry, index, values)
         return entry
