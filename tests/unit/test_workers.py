@@ -154,7 +154,7 @@ def test_set_threads_bounds_what_local_files_take(tmp_path: Path) -> None:
             run.save(crf.State(tables={"t": crf.Table({"weight": weight})}))
         assert np.array_equal(run.load().tables["t"]["weight"], weight)
         assert seen == {threading.current_thread().name}
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # those of earlier tests may end meanwhile
         assert Workers.of(LocalStore(tmp_path))._threads == 0
         crf.set_threads(3)
         assert Workers.of(LocalStore(tmp_path))._threads == 2
@@ -186,7 +186,7 @@ def test_no_thread_is_left_and_none_is_started_without_work() -> None:
     before = threading.active_count()
     with Workers(4) as workers:
         workers.run(10, lambda: None)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # those of earlier tests may end meanwhile
         workers.run(LARGE, lambda: None)
         assert threading.active_count() > before
     assert threading.active_count() == before
