@@ -281,6 +281,7 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
 lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
 lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
 lanes_widen, lanes_narrow = lanes.widen, lanes.narrow
+lanes_unpack3, lanes_unpack5, lanes_unpack6, lanes_unpack7 = lanes.unpack3, lanes.unpack5, lanes.unpack6, lanes.unpack7
 lanes_codes, lanes_values, lanes_halves = lanes.codes_of_row, lanes.values_of_row, lanes.halves_of_row
 
 
@@ -496,7 +497,7 @@ def decode_rows(codes, halves, singles, positions, columns, bits, rows_out, plac
     rows = positions.size or (halves.size + singles.size) // 2
     size = max(1, min(rows, BLOCK // columns))
     stride = columns if bits == 8 else width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
-    buffer, at = np.empty(size * stride, U8), np.empty(size, np.int64)
+    buffer, at = np.empty(size * stride + ROWS, U8), np.empty(size, np.int64)
     packed = np.empty((size * width + 7) // 8, U64).view(U8)
     pairs, wide = np.empty(2 * size, U16), np.empty(2 * size, F32)
     begin, step = rows_out
@@ -636,13 +637,23 @@ def _unpack(packed, rows, columns, bits, out):
             w |= w << U64(7)
             eights[n] = w & U64(0x0101010101010101)
     else:
-        words = out.view(U64)
-        per_row, width = (columns + 7) // 8, (columns * bits + 7) // 8
+        stride, width = (columns + 7) // 8 * 8, (columns * bits + 7) // 8
         if columns % 8 == 0:
-            _unpack_words(packed, bits, words[: rows * per_row])
-        else:
-            for r in range(rows):
-                _unpack_words(packed[r * width : (r + 1) * width], bits, words[r * per_row : (r + 1) * per_row])
+            rows, stride, width = 1, rows * stride, rows * width
+        for r in range(rows):
+            start, begin = r * width, r * stride
+            blocks = max(0, min((stride + ROWS - 1) // ROWS, (packed.size - start - ROWS) // (2 * bits) + 1))
+            if bits == 3:
+                lanes_unpack3(packed, start, blocks, out, begin)
+            elif bits == 5:
+                lanes_unpack5(packed, start, blocks, out, begin)
+            elif bits == 6:
+                lanes_unpack6(packed, start, blocks, out, begin)
+            else:
+                lanes_unpack7(packed, start, blocks, out, begin)
+            if blocks * ROWS < stride:
+                rest = packed[start + blocks * 2 * bits : start + width]
+                _unpack_words(rest, bits, out[begin + blocks * ROWS : begin + stride].view(U64))
 
 
 @register_jitable

@@ -413,3 +413,37 @@ values_of_row = _by_row(_value, _BYTES, _HALF)
 halves_of_row = _by_row(
     lambda builder, codes, numbers: builder.fptrunc(_value(builder, codes, numbers), _HALVES), _BYTES, _HALVES
 )
+
+
+def _unpacked(bits: int) -> Any:
+    """A function `f(packed, start, blocks, codes, begin)`: from byte `start` on, ROWS codes of each 2 * bits bytes.
+
+    It looks at ROWS bytes for each. Every code lies within two bytes, which are put together, moved down and masked.
+    """
+
+    def unpacked(_: Any, packed: Any, start: Any, blocks: Any, codes: Any, begin: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            def pointer(index: int, at: Any) -> Any:
+                array = context.make_array(signature.args[index])(context, builder, arguments[index])
+                return builder.bitcast(builder.gep(array.data, [at]), _BYTES.as_pointer())
+
+            first = [lane * bits // 8 for lane in range(ROWS)]
+            mask = ir.Constant(ir.VectorType(_INT, 2 * ROWS), [byte + n for byte in first for n in (0, 1)])
+            shifts = ir.Constant(_SHORTS, [lane * bits % 8 for lane in range(ROWS)])
+            ones = ir.Constant(_SHORTS, [(1 << bits) - 1] * ROWS)
+            with cgutils.for_range(builder, arguments[2]) as loop:
+                at = builder.add(arguments[1], builder.mul(loop.index, ir.Constant(_INDEX, 2 * bits)))
+                given = builder.load(pointer(0, at), align=1)
+                pairs = builder.bitcast(builder.shuffle_vector(given, given, mask), _SHORTS)
+                found = builder.trunc(builder.and_(builder.lshr(pairs, shifts), ones), _BYTES)
+                to = builder.add(arguments[4], builder.mul(loop.index, ir.Constant(_INDEX, ROWS)))
+                builder.store(found, pointer(3, to), align=1)
+            return context.get_dummy_value()
+
+        return types.void(packed, start, blocks, codes, begin), generate
+
+    return intrinsic(unpacked)
+
+
+_SHORTS = ir.VectorType(ir.IntType(16), ROWS)
+unpack3, unpack5, unpack6, unpack7 = (_unpacked(bits) for bits in (3, 5, 6, 7))
