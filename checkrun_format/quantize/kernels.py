@@ -22,7 +22,7 @@ from checkrun_format.quantize.lanes import HAS_HALVES, LANES, ROWS
 from checkrun_format.quantize.lines import put_line, settle, whole_lines
 from checkrun_format.quantize.trials import NARROWEST, RISK
 
-I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
+I16, I32, U8, U16, U32, U64 = np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64
 F32, F64 = np.float32, np.float64
 
 BLOCK = 4096
@@ -40,17 +40,17 @@ def filled(dtype: Any) -> types.Array:
 
 
 _SINGLE, _BYTE, _SIZE = types.float32, types.uint8, types.int64
+_SOURCE = given(_SINGLE), given(types.uint16), types.boolean
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "measure_rows": (
-        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[filled(_SINGLE)] * 4, *[filled(_BYTE)] * 2,
+        *_SOURCE, _SIZE, _SIZE, types.boolean, types.boolean, *[filled(_SINGLE)] * 4, *[filled(_BYTE)] * 2,
     ),
     "search_rows": (
-        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, given(_SINGLE), *[filled(_SINGLE)] * 4,
-        filled(_BYTE),
+        *_SOURCE, _SIZE, _SIZE, types.boolean, types.boolean, given(_SINGLE), *[filled(_SINGLE)] * 4, filled(_BYTE),
     ),
     "write_rows": (
-        given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[filled(_SINGLE)] * 4,
+        *_SOURCE, _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[filled(_SINGLE)] * 4,
         *[filled(_BYTE)] * 3, filled(types.uint32), filled(types.uint64),
     ),
     "decode_rows": (
@@ -80,12 +80,22 @@ def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ..
 # ---- encoding
 
 
-def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, negative, exact):
+def reads_halves(columns: int, brain: bool) -> bool:  # noqa: FBT001
+    """Whether `measure_rows`, `search_rows` and `write_rows` read rows of so many float16 or bfloat16 themselves."""
+    return columns >= ROWS and (brain or HAS_HALVES)
+
+
+def measure_rows(flat, halves, brain, columns, bits, symmetric, half, low, high, scale, bias, negative, exact):
     """The extremes of rows, and what `minmax` or `symmetric` makes of them.
 
     Parameters
     ----------
     flat : float32 array (n * columns,)
+    halves : uint16 array (n * columns,)
+        That of them which is not empty has the values, as float32 or as the bits of float16 or bfloat16; the latter
+        only for rows of at least ROWS columns, and float16 only if HAS_HALVES.
+    brain : bool
+        Which of the two.
     columns, bits : int
     symmetric, half : bool
         Which encoder; whether the qparams are float16.
@@ -94,7 +104,10 @@ def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, n
     negative, exact : uint8 array (n,)
         Are filled with 1 for rows that are all -0.0; that break DEC-5.
     """
-    _extremes(flat.view(I32), columns, exact.size, low, high, negative)
+    if halves.size:
+        _extremes_halves(halves.view(I16), brain, columns, exact.size, low, high, negative)
+    else:
+        _extremes(flat.view(I32), columns, exact.size, low, high, negative)
     step, first = np.empty(exact.size, F64), np.empty(exact.size, F64)
     steps = F64(max((1 << bits) - 2, 1) if symmetric else (1 << bits) - 1)
     for r in range(exact.size):
@@ -111,19 +124,19 @@ def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, n
         exact[r] = U8(0) if reached <= 0.505 * step[r] else U8(1)
 
 
-def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exact, codes, halves, singles):
+def write_rows(flat, halves, brain, columns, bits, cast, low, high, scale, bias, negative, exact, codes, pairs, singles):
     """Codes, packed, and qparams as they are stored; rows that must be exact (EXA-2).
 
     Parameters
     ----------
-    flat, columns, bits, low, high, scale, bias, negative, exact
+    flat, halves, brain, columns, bits, low, high, scale, bias, negative, exact
         As `measure_rows` has them, or with better scales and biases. `scale` and `bias` are used up.
     cast : tuple of four floats
         Half a unit in the last place of the cast of DEC-2, relative and absolute; what a float64 source adds to the
         bound; the smallest magnitude that overflows in the cast.
     codes : uint8 array (n * packed width,)
         Receives the packed codes.
-    halves, singles : uint32 and uint64 array (n,)
+    pairs, singles : uint32 and uint64 array (n,)
         That of them which is not empty receives the bits of scale and, above them, bias.
 
     Returns
@@ -134,9 +147,9 @@ def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exac
     top, rows = F32((1 << bits) - 1), exact.size
     _inexpressible(low, high, negative, scale, bias, top, F32(cast[3]), exact)
     bound = _bound(low, high, scale, bias, F64(top), cast, exact)
-    _store(scale, bias, exact, halves, singles)
+    _store(scale, bias, exact, pairs, singles)
     if bits == 8:
-        _codes(flat, columns, rows, scale, bias, top, codes, columns)
+        _codes(flat, halves, brain, 0, columns, scale, bias, top, codes, columns)
         return bound
     size = max(1, min(rows, BLOCK // columns))
     width = (columns * bits + 7) // 8
@@ -144,9 +157,8 @@ def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exac
     buffer = np.zeros(size * stride, U8)
     for start in range(0, rows, size):
         count = min(size, rows - start)
-        block = flat[start * columns : (start + count) * columns]
         stop = start + count
-        _codes(block, columns, count, scale[start:stop], bias[start:stop], top, buffer, stride)
+        _codes(flat, halves, brain, start, columns, scale[start:stop], bias[start:stop], top, buffer, stride)
         _pack(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
     return bound
 
@@ -158,7 +170,10 @@ def _extremes(ints, columns, rows, low, high, negative):
     The bits of floats are mapped to integers of the same order, -0.0 below +0.0, NaN at the ends.
     """
     least, most = np.empty(rows, I32), np.empty(rows, I32)
-    for r in range(rows):
+    if columns >= ROWS:
+        for r in range(rows):
+            lanes_extremes(ints, r * columns, columns, least, most, r)
+    for r in range(0 if columns < ROWS else rows, rows):
         row = ints[r * columns : (r + 1) * columns]
         a, b = I32(0x7FFFFFFF), I32(-0x80000000)
         for j in range(columns):
@@ -177,6 +192,24 @@ def _extremes(ints, columns, rows, low, high, negative):
     for r in range(rows):
         low[r] = lows[r] + F32(0)
         high[r] = highs[r] + F32(0)
+
+
+@register_jitable
+def _extremes_halves(ints, brain, columns, rows, low, high, negative):
+    """`_extremes` of float16 or bfloat16, by their bits."""
+    least, most = np.empty(rows, I16), np.empty(rows, I16)
+    for r in range(rows):
+        lanes_extremes(ints, r * columns, columns, least, most, r)
+    for r in range(rows):
+        a, b = least[r], most[r]
+        negative[r] = (a == -1) & (b == -1)
+        least[r] = I16(a ^ I16(I16(a >> I16(15)) & I16(0x7FFF)))
+        most[r] = I16(b ^ I16(I16(b >> I16(15)) & I16(0x7FFF)))
+    _widen(least.view(U16), brain, low)
+    _widen(most.view(U16), brain, high)
+    for r in range(rows):
+        low[r] += F32(0)
+        high[r] += F32(0)
 
 
 @register_jitable
@@ -225,7 +258,7 @@ def _to_halves(values, out):
         out[r] = -magnitude if v < 0 else magnitude
 
 
-def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
+def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low, high, scale, bias, exact):
     """`refine` or `greedy`: better scale and bias for those rows where it finds them; many rows at a time.
 
     Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
@@ -242,7 +275,7 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         count = min(LANES, rows - start)
         for l in range(LANES):
             these[l] = min(start + l, rows - 1)
-        _normalize(flat, columns, these, low, inverse, values)
+        _normalize(flat, halves, brain, columns, these, low, inverse, values)
         if greedily:
             lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
         elif bits <= 4:
@@ -272,7 +305,7 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         )
         risks += better[r] == 2
     if risks:
-        _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
+        _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
     for r in range(rows):
         scale[r] = new_scale[r] if better[r] else scale[r]
         bias[r] = new_bias[r] if better[r] else bias[r]
@@ -280,22 +313,31 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
 
 lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
 lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
+lanes_extremes = lanes.extremes
 lanes_widen, lanes_narrow = lanes.widen, lanes.narrow
 lanes_unpack3, lanes_unpack5, lanes_unpack6, lanes_unpack7 = lanes.unpack3, lanes.unpack5, lanes.unpack6, lanes.unpack7
-lanes_codes, lanes_values, lanes_halves = lanes.codes_of_row, lanes.values_of_row, lanes.halves_of_row
+lanes_codes, lanes_half_codes, lanes_brain_codes = lanes.codes_of_row, lanes.codes_of_halves, lanes.codes_of_brains
+lanes_values, lanes_halves, lanes_brains = lanes.values_of_row, lanes.halves_of_row, lanes.brains_of_row
 
 
 @register_jitable
-def _normalize(flat, columns, these, low, inverse, values):
+def _normalize(flat, halves, brain, columns, these, low, inverse, values):
     """LANES rows to lanes, in steps of `minmax`."""
     given, starts = np.empty(2 * LANES, F32), np.empty(LANES, np.int64)
+    wide = np.empty(LANES * columns if halves.size else 0, F32)
     for l in range(LANES):
         r = these[l]
         starts[l] = r * columns
         given[l] = low[r]
         given[LANES + l] = inverse[r]
+        if halves.size:
+            _widen(halves[r * columns : (r + 1) * columns], brain, wide[l * columns : (l + 1) * columns])
+            starts[l] = l * columns
     for begin in range(0, LANES, ROWS):
         part = values[begin * columns : (begin + ROWS) * columns]
+        if halves.size:
+            lanes_normalize(wide, starts[begin:], columns, given[begin:], part)
+            continue
         if columns >= ROWS:
             lanes_normalize(flat, starts[begin:], columns, given[begin:], part)
             continue
@@ -306,7 +348,7 @@ def _normalize(flat, columns, these, low, inverse, values):
 
 
 @register_jitable
-def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
+def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
     """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
     given, errors = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
     these = np.empty(LANES, np.int64)
@@ -319,7 +361,7 @@ def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias,
             continue
         for l in range(count, LANES):
             these[l] = these[0]
-        _normalize(flat, columns, these, low, inverse, values)
+        _normalize(flat, halves, brain, columns, these, low, inverse, values)
         for which in range(2):
             for l in range(LANES):
                 n = these[l]
@@ -394,13 +436,20 @@ def _add_halves(values, exact, pairs, shift):
 
 
 @register_jitable
-def _codes(flat, columns, rows, scale, bias, top, out, stride):
+def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
+    """The codes of rows from `first` on, as many as there are scales."""
     if columns >= ROWS:
-        for r in range(rows):
-            lanes_codes(flat, r * columns, columns, scale[r], bias[r], top, out, r * stride)
+        for r in range(scale.size):
+            begin = (first + r) * columns
+            if halves.size == 0:
+                lanes_codes(flat, begin, columns, scale[r], bias[r], top, out, r * stride)
+            elif brain:
+                lanes_brain_codes(halves, begin, columns, scale[r], bias[r], top, out, r * stride)
+            elif HAS_HALVES:
+                lanes_half_codes(halves, begin, columns, scale[r], bias[r], top, out, r * stride)
         return
-    for r in range(rows):
-        row = flat[r * columns : (r + 1) * columns]
+    for r in range(scale.size):
+        row = flat[(first + r) * columns : (first + r + 1) * columns]
         line = out[r * stride : r * stride + columns]
         s, b = scale[r], bias[r]
         for j in range(columns):
@@ -599,6 +648,13 @@ def _affine_double(codes, stride, columns, rows, pairs, at, out):
 
 @register_jitable
 def _affine_half(codes, stride, columns, rows, pairs, at, out, brain, values, lifted):
+    finite = brain
+    for n in range(2 * rows):
+        finite &= abs(pairs[n]) < F32(np.inf)
+    if finite and columns >= ROWS:
+        for k in range(rows):
+            lanes_brains(codes, k * stride, columns, pairs[2 * k], pairs[2 * k + 1], F32(0), out, at[k])
+        return
     if HAS_HALVES and not brain and columns >= ROWS:
         for k in range(rows):
             lanes_halves(codes, k * stride, columns, pairs[2 * k], pairs[2 * k + 1], F32(0), out, at[k])

@@ -408,10 +408,36 @@ def _converted(convert: Callable[[Any, Any], Any], given: Any, made: Any) -> Any
 widen = _converted(lambda builder, values: builder.fpext(values, _HALF), _HALVES, _HALF)
 narrow = _converted(lambda builder, values: builder.fptrunc(values, _HALVES), _HALF, _HALVES)
 
+_SHORTS = ir.VectorType(ir.IntType(16), ROWS)
+
+
+def _from_brains(builder: Any, bits: Any) -> Any:
+    lifted = builder.shl(builder.zext(bits, _INTS), ir.Constant(_INTS, [16] * ROWS))
+    return builder.bitcast(lifted, _HALF)
+
+
+def _to_brains(builder: Any, values: Any) -> Any:
+    """Rounded to nearest, ties to even; none of them may be NaN."""
+    bits = builder.bitcast(values, _INTS)
+    half, one, size = (ir.Constant(_INTS, [number] * ROWS) for number in (0x7FFF, 1, 16))
+    odd = builder.and_(builder.lshr(bits, size), one)
+    rounded = builder.add(builder.add(bits, half), odd)
+    return builder.trunc(builder.lshr(rounded, size), _SHORTS)
+
+
 codes_of_row = _by_row(_code, _HALF, _BYTES)
+codes_of_halves = _by_row(
+    lambda builder, halves, numbers: _code(builder, builder.fpext(halves, _HALF), numbers), _HALVES, _BYTES
+)
+codes_of_brains = _by_row(
+    lambda builder, bits, numbers: _code(builder, _from_brains(builder, bits), numbers), _SHORTS, _BYTES
+)
 values_of_row = _by_row(_value, _BYTES, _HALF)
 halves_of_row = _by_row(
     lambda builder, codes, numbers: builder.fptrunc(_value(builder, codes, numbers), _HALVES), _BYTES, _HALVES
+)
+brains_of_row = _by_row(
+    lambda builder, codes, numbers: _to_brains(builder, _value(builder, codes, numbers)), _BYTES, _SHORTS
 )
 
 
@@ -445,5 +471,48 @@ def _unpacked(bits: int) -> Any:
     return intrinsic(unpacked)
 
 
-_SHORTS = ir.VectorType(ir.IntType(16), ROWS)
 unpack3, unpack5, unpack6, unpack7 = (_unpacked(bits) for bits in (3, 5, 6, 7))
+
+
+@intrinsic
+def extremes(_: Any, source: Any, start: Any, columns: Any, least: Any, most: Any, at: Any) -> Any:
+    """Of a row of at least ROWS columns the least and the largest element; put into element `at` of two arrays.
+
+    The elements are the bits of floats, as signed integers. They are compared in the order of the floats, -0.0 below
+    +0.0, NaN at the ends, and what is found is left as it is compared: negative ones have all bits but the sign turned.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        bits = signature.args[0].dtype.bitwidth
+        kind = ir.IntType(bits)
+        vector = ir.VectorType(kind, ROWS)
+
+        def pointer(index: int, place: Any, of: Any) -> Any:
+            array = context.make_array(signature.args[index])(context, builder, arguments[index])
+            return builder.bitcast(builder.gep(array.data, [place]), of.as_pointer())
+
+        def called(name: str, result: Any, *given: Any) -> Any:
+            function = ir.FunctionType(result, [vector] * len(given))
+            made = cgutils.get_or_insert_function(builder.module, function, f"llvm.{name}.v{ROWS}i{bits}")
+            return builder.call(made, given)
+
+        largest = (1 << (bits - 1)) - 1
+        found = [
+            cgutils.alloca_once_value(builder, ir.Constant(vector, [first] * ROWS)) for first in (largest, ~largest)
+        ]
+        rows = ir.Constant(_INDEX, ROWS)
+        blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), rows)
+        last = builder.sub(arguments[2], rows)
+        with cgutils.for_range(builder, blocks) as loop:
+            column = builder.mul(loop.index, rows)
+            column = builder.select(builder.icmp_signed("<", column, last), column, last)
+            values = builder.load(pointer(0, builder.add(arguments[1], column), vector), align=1)
+            turned = builder.ashr(values, ir.Constant(vector, [bits - 1] * ROWS))
+            ordered = builder.xor(values, builder.and_(turned, ir.Constant(vector, [largest] * ROWS)))
+            for name, place in zip(("smin", "smax"), found, strict=True):
+                builder.store(called(name, vector, builder.load(place), ordered), place)
+        for name, place, index in zip(("smin", "smax"), found, (3, 4), strict=True):
+            builder.store(called(f"vector.reduce.{name}", kind, builder.load(place)), pointer(index, arguments[5], kind))
+        return context.get_dummy_value()
+
+    return types.void(source, start, columns, least, most, at), generate
