@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from checkrun_format.quantize import lanes
-from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen, widen_rows
+from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen_rows
 from checkrun_format.quantize.lanes import LANES
 from checkrun_format.quantize.trials import NARROWEST, RISK
 from checkrun_format.quantize.vectors import (
@@ -26,7 +26,9 @@ from checkrun_format.quantize.vectors import (
     codes_of_brains,
     codes_of_halves,
     codes_of_row,
-    extremes,
+    extremes_of_row,
+    singles_of_brains,
+    singles_of_halves,
 )
 
 I16, I32, U8, U16, U32, U64 = np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64
@@ -91,9 +93,9 @@ def measure_rows(flat, halves, brain, columns, bits, symmetric, half, low, high,
         Are filled with 1 for rows that are all -0.0; that break DEC-5.
     """
     if halves.size:
-        _extremes_halves(halves.view(I16), brain, columns, exact.size, low, high, negative)
+        _extremes_of_halves(halves, brain, columns, low, high, negative)
     else:
-        _extremes(flat.view(I32), columns, exact.size, low, high, negative)
+        _extremes(flat.view(I32), columns, low, high, negative)
     step, first = np.empty(exact.size, F64), np.empty(exact.size, F64)
     steps = F64(max((1 << bits) - 2, 1) if symmetric else (1 << bits) - 1)
     for r in range(exact.size):
@@ -152,16 +154,13 @@ def write_rows(
 
 
 @register_jitable
-def _extremes(ints, columns, rows, low, high, negative):
+def _extremes(ints, columns, low, high, negative):
     """The extremes of each row, zeros as +0.0; NaN if it has one; and whether all of a row is -0.0.
 
     The bits of floats are mapped to integers of the same order, -0.0 below +0.0, NaN at the ends.
     """
-    least, most = np.empty(rows, I32), np.empty(rows, I32)
-    if columns >= ROWS:
-        for r in range(rows):
-            extremes(ints, r * columns, columns, least, most, r)
-    for r in range(0 if columns < ROWS else rows, rows):
+    least, most = low.view(I32), high.view(I32)
+    for r in range(low.size):
         row = ints[r * columns : (r + 1) * columns]
         a, b = I32(0x7FFFFFFF), I32(-0x80000000)
         for j in range(columns):
@@ -171,33 +170,41 @@ def _extremes(ints, columns, rows, low, high, negative):
             b = max(b, ordered)
         least[r] = a
         most[r] = b
-    for r in range(rows):
+    for r in range(low.size):
         a, b = least[r], most[r]
         negative[r] = (a == -1) & (b == -1)
         least[r] = I32(a ^ I32(I32(a >> I32(31)) & I32(0x7FFFFFFF)))
         most[r] = I32(b ^ I32(I32(b >> I32(31)) & I32(0x7FFFFFFF)))
-    lows, highs = least.view(F32), most.view(F32)
-    for r in range(rows):
-        low[r] = lows[r] + F32(0)
-        high[r] = highs[r] + F32(0)
+    for r in range(low.size):
+        low[r] += F32(0)
+        high[r] += F32(0)
 
 
 @register_jitable
-def _extremes_halves(ints, brain, columns, rows, low, high, negative):
+def _extremes_of_halves(halves, brain, columns, low, high, negative):
     """`_extremes` of float16 or bfloat16, by their bits."""
-    least, most = np.empty(rows, I16), np.empty(rows, I16)
+    rows, ints = low.size, halves.view(I16)
+    ends, wide = np.zeros(2 * rows + ROWS, I16), np.empty(2 * rows + ROWS, F32)
+    least, most = ends[:rows], ends[rows:]
     for r in range(rows):
-        extremes(ints, r * columns, columns, least, most, r)
+        extremes_of_row(ints, r * columns, columns, least, most, r)
     for r in range(rows):
-        a, b = least[r], most[r]
-        negative[r] = (a == -1) & (b == -1)
-        least[r] = I16(a ^ I16(I16(a >> I16(15)) & I16(0x7FFF)))
-        most[r] = I16(b ^ I16(I16(b >> I16(15)) & I16(0x7FFF)))
-    widen(least.view(U16), brain, low)
-    widen(most.view(U16), brain, high)
+        negative[r] = (least[r] == -1) & (most[r] == -1)
+    for n in range(ends.size):
+        ends[n] = I16(ends[n] ^ I16(I16(ends[n] >> I16(15)) & I16(0x7FFF)))
+    _singles(ends.view(U16), 0, ends.size, brain, wide, 0)
     for r in range(rows):
-        low[r] += F32(0)
-        high[r] += F32(0)
+        low[r], high[r] = wide[r] + F32(0), wide[rows + r] + F32(0)
+
+
+@register_jitable
+def _singles(halves, start, count, brain, out, begin):
+    """At least ROWS float16 or bfloat16, by their bits, as float32."""
+    none = F32(0)
+    if brain:
+        singles_of_brains(halves, start, count, none, none, none, out, begin)
+    elif HAS_HALVES:
+        singles_of_halves(halves, start, count, none, none, none, out, begin)
 
 
 @register_jitable
@@ -310,8 +317,8 @@ def _normalize(flat, halves, brain, columns, these, low, inverse, values):
         given[l] = low[r]
         given[LANES + l] = inverse[r]
         if halves.size:
-            widen(halves[r * columns : (r + 1) * columns], brain, wide[l * columns : (l + 1) * columns])
             starts[l] = l * columns
+            _singles(halves, r * columns, columns, brain, wide, l * columns)
     for begin in range(0, LANES, ROWS):
         part = values[begin * columns : (begin + ROWS) * columns]
         if halves.size:

@@ -8,7 +8,8 @@ numba keeps what it compiled until kernels.py and decoding.py change: touch thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -25,11 +26,21 @@ _SINGLES = ir.VectorType(ir.FloatType(), ROWS)
 _BYTES, _SHORTS, _INTS = (ir.VectorType(ir.IntType(bits), ROWS) for bits in (8, 16, 32))
 
 
+@contextlib.contextmanager
+def _blocks(builder: Any, columns: Any) -> Iterator[Any]:
+    """Loop over the columns at which vectors begin; the last ones come twice where ROWS does not divide them."""
+    rows = ir.Constant(_INDEX, ROWS)
+    count = builder.sdiv(builder.add(columns, ir.Constant(_INDEX, ROWS - 1)), rows)
+    last = builder.sub(columns, rows)
+    with cgutils.for_range(builder, count) as loop:
+        column = builder.mul(loop.index, rows)
+        yield builder.select(builder.icmp_signed("<", column, last), column, last)
+
+
 def _by_row(convert: Callable[[Any, Any, Sequence[Any]], Any], given: Any, made: Any) -> Any:
     """A function `f(source, start, columns, one, two, three, target, begin)` of a row of at least ROWS columns.
 
-    `convert` makes of ROWS elements, and of the three float32 numbers in vectors, those of the target. The last columns
-    are dealt with twice where ROWS does not divide their number.
+    `convert` makes of ROWS elements, and of the three float32 numbers in vectors, those of the target.
     """
 
     def by_row(  # noqa: PLR0917
@@ -41,12 +52,7 @@ def _by_row(convert: Callable[[Any, Any, Sequence[Any]], Any], given: Any, made:
                 return builder.bitcast(builder.gep(array.data, [at]), kind.as_pointer())
 
             numbers = [_spread(builder, arguments[n]) for n in (3, 4, 5)]
-            rows = ir.Constant(_INDEX, ROWS)
-            blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), rows)
-            last = builder.sub(arguments[2], rows)
-            with cgutils.for_range(builder, blocks) as loop:
-                column = builder.mul(loop.index, rows)
-                column = builder.select(builder.icmp_signed("<", column, last), column, last)
+            with _blocks(builder, arguments[2]) as column:
                 values = builder.load(pointer(0, builder.add(arguments[1], column), given), align=1)
                 place = pointer(6, builder.add(arguments[7], column), made)
                 builder.store(convert(builder, values, numbers), place, align=1)
@@ -124,6 +130,8 @@ def _to_brains(builder: Any, values: Any) -> Any:
     return builder.trunc(builder.lshr(rounded, size), _SHORTS)
 
 
+singles_of_halves = _by_row(lambda builder, halves, _: builder.fpext(halves, _SINGLES), _HALVES, _SINGLES)
+singles_of_brains = _by_row(lambda builder, bits, _: _from_brains(builder, bits), _SHORTS, _SINGLES)
 codes_of_row = _by_row(_code, _SINGLES, _BYTES)
 codes_of_halves = _by_row(
     lambda builder, halves, numbers: _code(builder, builder.fpext(halves, _SINGLES), numbers), _HALVES, _BYTES
@@ -174,46 +182,35 @@ unpack3, unpack5, unpack6, unpack7 = (_unpacked(bits) for bits in (3, 5, 6, 7))
 
 
 @intrinsic
-def extremes(_: Any, source: Any, start: Any, columns: Any, least: Any, most: Any, at: Any) -> Any:
-    """Of a row of at least ROWS columns the least and the largest element; put into element `at` of two arrays.
+def extremes_of_row(_: Any, source: Any, start: Any, columns: Any, least: Any, most: Any, at: Any) -> Any:
+    """The least and the largest of a row of at least ROWS columns go to element `at` of two arrays.
 
-    The elements are the bits of floats, as signed integers. They are compared in the order of the floats, -0.0 below
-    +0.0, NaN at the ends, and what is found is left as it is compared: negative ones have all bits but the sign turned.
+    The elements are the bits of floats, as int16. They are compared in the order of the floats, -0.0 below +0.0, NaN at
+    the ends, and what is found stays as it is compared: negative ones have all bits but the sign turned.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        bits = signature.args[0].dtype.bitwidth
-        kind = ir.IntType(bits)
-        vector = ir.VectorType(kind, ROWS)
-
-        def pointer(index: int, place: Any, of: Any) -> Any:
+        def pointer(index: int, place: Any) -> Any:
             array = context.make_array(signature.args[index])(context, builder, arguments[index])
-            return builder.bitcast(builder.gep(array.data, [place]), of.as_pointer())
+            return builder.gep(array.data, [place])
 
         def called(name: str, result: Any, *given: Any) -> Any:
-            function = ir.FunctionType(result, [vector] * len(given))
-            made = cgutils.get_or_insert_function(builder.module, function, f"llvm.{name}.v{ROWS}i{bits}")
+            function = ir.FunctionType(result, [_SHORTS] * len(given))
+            made = cgutils.get_or_insert_function(builder.module, function, f"llvm.{name}.v{ROWS}i16")
             return builder.call(made, given)
 
-        largest = (1 << (bits - 1)) - 1
-        found = [
-            cgutils.alloca_once_value(builder, ir.Constant(vector, [first] * ROWS)) for first in (largest, ~largest)
-        ]
-        rows = ir.Constant(_INDEX, ROWS)
-        blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), rows)
-        last = builder.sub(arguments[2], rows)
-        with cgutils.for_range(builder, blocks) as loop:
-            column = builder.mul(loop.index, rows)
-            column = builder.select(builder.icmp_signed("<", column, last), column, last)
-            values = builder.load(pointer(0, builder.add(arguments[1], column), vector), align=1)
-            turned = builder.ashr(values, ir.Constant(vector, [bits - 1] * ROWS))
-            ordered = builder.xor(values, builder.and_(turned, ir.Constant(vector, [largest] * ROWS)))
-            for name, place in zip(("smin", "smax"), found, strict=True):
-                builder.store(called(name, vector, builder.load(place), ordered), place)
-        for name, place, index in zip(("smin", "smax"), found, (3, 4), strict=True):
-            builder.store(
-                called(f"vector.reduce.{name}", kind, builder.load(place)), pointer(index, arguments[5], kind)
-            )
+        names = ("smin", "smax")
+        found = [cgutils.alloca_once_value(builder, ir.Constant(_SHORTS, [n] * ROWS)) for n in (0x7FFF, -0x8000)]
+        sign, rest = (ir.Constant(_SHORTS, [n] * ROWS) for n in (15, 0x7FFF))
+        with _blocks(builder, arguments[2]) as column:
+            place = builder.bitcast(pointer(0, builder.add(arguments[1], column)), _SHORTS.as_pointer())
+            values = builder.load(place, align=1)
+            ordered = builder.xor(values, builder.and_(builder.ashr(values, sign), rest))
+            for name, so_far in zip(names, found, strict=True):
+                builder.store(called(name, _SHORTS, builder.load(so_far), ordered), so_far)
+        for name, so_far, index in zip(names, found, (3, 4), strict=True):
+            end = called(f"vector.reduce.{name}", ir.IntType(16), builder.load(so_far))
+            builder.store(end, pointer(index, arguments[5]))
         return context.get_dummy_value()
 
     return types.void(source, start, columns, least, most, at), generate
