@@ -417,9 +417,10 @@ def member_of(part: PartSource) -> Member:
 
 
 def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> Iterator[EncodedRows]:
-    """Rows low..high-1, encoded in pieces; raw rows are cut no finer than the chunk."""
+    """Rows low..high-1, encoded in pieces where that takes memory beside theirs; raw rows are not cut."""
+    in_memory = part.rows is None and not part.transient and all(plan.device is None for plan in part.plans)
     source = max(1, sum(plan.row_bytes for plan in part.plans if plan.bits is not None))
-    step = max(1, _PIECE_BYTES // source)
+    step = high - low if in_memory else max(1, _PIECE_BYTES // source)
     for start in range(low, high, step):
         stop = min(start + step, high)
         rows = None if part.rows is None else part.rows[start:stop]
