@@ -127,7 +127,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What a save stores of one table: which rows, by position in the table, and how their fields are encoded."""
+    """What a save stores of one table: which rows, by position in it as it was given, and how fields are encoded."""
 
     rows: Selection
     count: int
@@ -286,7 +286,7 @@ class Saver:
         staged: Mapping[str, Mapping[str, Values]] = {}
         if prepared.stage is not None:
             stored = {
-                name: Stored(rows=plan.positions, count=plan.count, fields=fields)
+                name: Stored(rows=_as_given(prepared.sources[name], plan), count=plan.count, fields=fields)
                 for name, (plan, fields) in plans.items()
                 if plan.count
             }
@@ -729,6 +729,11 @@ def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
     if not isinstance(count, int) or not isinstance(total, int) or not 0 < count < known[0].sequence - base.sequence:
         return []
     return [total // count + (place < total % count) for place in range(count)]
+
+
+def _as_given(source: TableSource, plan: TablePlan) -> Selection:
+    """The rows that are stored, by position in the table that the caller gave."""
+    return plan.positions if source.order is None else source.order[plan.positions]
 
 
 def _size(commit_record: Commit) -> int:
