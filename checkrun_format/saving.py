@@ -537,10 +537,11 @@ class Saver:
         if count < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
-        self._parent(parent)
-        decided = self._decide(parent)
-        below = decided.below
         claim = Claim.of(self.ledger.head + 1)
+        with self._losing(claim):
+            self._parent(parent)
+            decided = self._decide(parent)
+        below = decided.below
         self.ledger.attempts[claim.attempt] = False
         token = self._token(claim, count, below)
         group_bytes = open_attempt(self._store, claim)

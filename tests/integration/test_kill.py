@@ -143,10 +143,10 @@ class MemoryStore(Store):
         self.objects.pop(key, None)
 
     def folders(self) -> list[str]:
-        return list({key.partition("/")[0] for key in self.objects})
+        return list({key.partition("/")[0] for key in self.objects.copy()})
 
     def list(self, prefix: str) -> dict[str, int]:
-        return {key: len(data) for key, data in self.objects.items() if key.startswith(f"{prefix}/")}
+        return {key: len(data) for key, data in self.objects.copy().items() if key.startswith(f"{prefix}/")}
 
     def sync(self, prefix: str) -> None:
         assert self.list(prefix)
