@@ -271,6 +271,39 @@ def test_the_process_is_stopped(tmp_path: Path, action: str) -> None:
     assert committed == sorted(committed) and set(committed) == {False, True}
 
 
+def test_the_process_is_stopped_in_a_prune(tmp_path: Path) -> None:
+    """PRU-1: killed before any call of it: what should stay is whole, and the next prune removes the rest."""
+    exits, pruned = [], []
+    before = Story(FaultStore(MemoryStore()))
+    for parent in (None, "auto"):  # 4 is a base, 5 lies over it
+        before.commit(before.run.save(before.state([], []), parent=parent))
+    for k in itertools.count(1, 5):
+        story = before.copy()
+        assert isinstance(story.store.store, MemoryStore)
+        story.store.store.dump(tmp_path / str(k))
+        story.store = FaultStore(LocalStore(tmp_path / str(k), durable=False))
+        story.run = story.open()
+
+        def work(story: Story = story, k: int = k) -> None:
+            story.store.arm(Fault(at=k, how="stop"))
+            assert prune(story) == "pruned"
+
+        exits.append(exit_code(work))
+        pruned.append(story.forget())
+        story.check()
+        story.run = story.open()
+        assert prune(story) == "pruned"
+        story.forget()
+        assert set(story.told) == {4, 5}
+        story.run.restore()
+        story.go_on("")
+        shutil.rmtree(tmp_path / str(k))
+        if exits[-1] == 0:
+            break
+    assert exits == [-signal.SIGKILL] * (len(exits) - 1) + [0]
+    assert [len(gone) for gone in pruned] == sorted(map(len, pruned)) and pruned[0] == set() and pruned[-1] == {1, 2, 3}
+
+
 def calls_of(action: str) -> int:
     """How many calls an action makes of its store."""
     story = Story(FaultStore(MemoryStore()))
