@@ -200,7 +200,7 @@ class Saver:
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent, force_full=force_full)
         self._tell(prepared, _checked_names(dropped, "dropped"))
-        arranged = self._arrange(prepared)
+        arranged = self._as_known(lambda: self._arrange(prepared))
         decided = arranged.decided
         claim, scale = Claim.of(self.ledger.head + 1), Scale(self._store.url)
         writer = Forecaster(scale, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
@@ -222,15 +222,19 @@ class Saver:
 
     def _tell(self, prepared: Prepared, dropped: Sequence[str]) -> None:
         """Note what changed, unless the save is refused; where noting fails, nothing is known to be unchanged."""
+        head = self.ledger.head
         try:
-            self.ledger.check_tables(prepared.sources, dropped)
-            self._parent(prepared.parent)
-            self.ledger.note(prepared.sources, dropped)
+            with self._losing(Claim.of(head + 1)):
+                self.ledger.check_tables(prepared.sources, dropped)
+                self._parent(prepared.parent)
+                self.ledger.note(prepared.sources, dropped)
         except InvalidInputError:
             raise
-        except BaseException:
+        except BaseException as error:
             self.ledger.origin = None
-            raise
+            is_gone = isinstance(error, PrunedError | DamagedError | StorageError)
+            if not is_gone or self.ledger.head == head:  # else an attempt of ours had landed: everything is stored
+                raise
 
     def _prepare(self, state: State, step: object, parent: int | str | None, *, force_full: bool) -> Prepared:
         if not isinstance(state, State):
@@ -511,6 +515,17 @@ class Saver:
                 self._adopt_or_lose(claim, loss)
             raise
 
+    def _as_known(self, action: Callable[[], _T]) -> _T:
+        """Do what reads the run as this writer knows it; again, if it has to go on from an attempt that had landed."""
+        while True:
+            head = self.ledger.head
+            try:
+                with self._losing(Claim.of(head + 1)):
+                    return action()
+            except (PrunedError, DamagedError, StorageError):
+                if self.ledger.head == head:
+                    raise
+
     def _adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
         """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
         if loss.attempt in self.ledger.attempts:
@@ -537,11 +552,10 @@ class Saver:
         if count < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
-        claim = Claim.of(self.ledger.head + 1)
-        with self._losing(claim):
-            self._parent(parent)
-            decided = self._decide(parent)
+        self._as_known(lambda: self._parent(parent))
+        decided = self._as_known(lambda: self._decide(parent))
         below = decided.below
+        claim = Claim.of(self.ledger.head + 1)
         self.ledger.attempts[claim.attempt] = False
         token = self._token(claim, count, below)
         group_bytes = open_attempt(self._store, claim)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 import checkrun_format as crf
 from checkrun_format import layout
+from checkrun_format.comparison import compare_tables
 from checkrun_format.errors import ConcurrentCommitError, HistoryPrunedError, StorageError
 from checkrun_format.manifest import Commit, parse_occupant
 from checkrun_format.stores import Store
@@ -103,6 +104,16 @@ class Books(RuleBasedStateMachine):
         It is given up, by an `Interrupted`, at its `cancel_at`-th look whether it is to be given up; 0: never.
         """
         return save_in_the_background(self.run, state, options, train, cancel_at)
+
+    def plans(self, state: crf.State, options: dict[str, Any]) -> Any:
+        """What a save would do: `kind`, `sequence`, `parent` and `tables` of a `SavePlan`."""
+        return self.run.plan_save(state, **options)
+
+    def differences(self, run: Any, one: int, other: int, name: str) -> tuple[int, int, int]:
+        """Rows or keys of a table of one kind that are in one checkpoint only, in the other only, and that differ."""
+        history, (first, second) = run._history, (run[number]._stored for number in (one, other))
+        found = compare_tables(history, first, second, name, 100)
+        return found.removed, found.added, found.differ
 
     # Setting up -------------------------------------------------------------------------------------------------------
 

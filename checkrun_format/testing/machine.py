@@ -30,10 +30,10 @@ from checkrun_format.manifest import Commit, Pruned, parse_occupant
 from checkrun_format.retention import Keep, Plan
 from checkrun_format.testing.books import Knowledge, refused
 from checkrun_format.testing.choices import Edit, How, edits, faults, hows, keeps
-from checkrun_format.testing.model import Held, check_raw_changes
+from checkrun_format.testing.model import Held, check_raw_changes, loaded
 from checkrun_format.testing.saves import Saves
 from checkrun_format.testing.stores import WRITES, Fault
-from checkrun_format.testing.tables import Kind, kinds, same_bits, seeds
+from checkrun_format.testing.tables import Kind, kinds, same_bits, same_fields, seeds, taken
 from checkrun_format.testing.trainer import NAMES
 
 __all__ = ["ChainMachine", "Knowledge", "machine_settings"]
@@ -231,6 +231,22 @@ class ChainMachine(Saves):
         self.check_changes(run, low, high, run[low].load(), max_bytes)
         if self.is_told(low, high):
             check_raw_changes(run[high], low, max_bytes)
+
+    @precondition(lambda self: self.committed)
+    @rule(one=st.integers(0, 30), other=st.integers(0, 30))
+    def diff(self, one: int, other: int) -> None:
+        """How two states differ, in either direction, whatever their history."""
+        numbers, run = sorted(self.committed), self.open_reader()
+        one, other = numbers[one % len(numbers)], numbers[other % len(numbers)]
+        first, second = (run[number].load().tables for number in (one, other))
+        for name in first.keys() & second.keys():
+            mine, theirs = loaded(first[name]), loaded(second[name])
+            if mine.spec == theirs.spec:
+                shared = np.intersect1d(mine.ids, theirs.ids)
+                pair = [taken(rows.fields, np.searchsorted(rows.ids, shared)) for rows in (mine, theirs)]
+                differ = sum(not same_fields(taken(pair[0], [at]), taken(pair[1], [at])) for at in range(shared.size))
+                counts = (mine.ids.size - shared.size, theirs.ids.size - shared.size, differ)
+                assert self.differences(run, one, other, name) == counts
 
     @precondition(lambda self: self.committed)
     @rule(pick=st.integers(0, 30), seed=seeds())

@@ -193,6 +193,7 @@ class Saves(Books):
         if parent == "latest" and not legal and not self.lost:
             refused(InvalidInputError, lambda: self.saves(state, options))
             return
+        plan = self.planned_save(state, options) if how.lazy and not lagged else None
         self.trainer.is_told(how, () if before is None else self.snapshot(before).tables)
         if train is None:
             saved = self.attempt(lambda: self.saves(state, options), snapshot, fault)
@@ -203,13 +204,28 @@ class Saves(Books):
         if saved is None:
             return
         self.note_saved(saved)
+        if plan is not None:
+            self.check_plan(plan, saved)
         if not lagged:
             self.check_save(saved, None if how.force_full else parent, before, legal=legal)
-        if not lagged and before is not None:
-            if how.force_full:
+            if before is not None and how.force_full:
                 self.check_all_changed(saved, before)
-            elif clean and legal:
+            elif before is not None and clean and legal:
                 self.check_exactly_recent(saved, before)
+
+    def planned_save(self, state: Any, options: dict[str, Any]) -> Any:
+        """Planning writes nothing, and is no save."""
+        self.store.arm(Fault(at=1, calls=WRITES))
+        plan = self.plans(state, options)
+        self.store.arm(None)
+        return plan
+
+    def check_plan(self, plan: Any, saved: Any) -> None:
+        """What was planned was done."""
+        assert (plan.sequence, plan.parent) == (saved.sequence, saved.parent)
+        assert plan.kind == ("base" if saved.parent is None else "increment")
+        stored = {name: (saved.table(name).storage, saved.table(name).stored_rows) for name in saved.tables}
+        assert {table.name: (table.storage, table.stored_rows) for table in plan.tables} == stored
 
     def note_saved(self, saved: Any) -> None:
         """The trainer's state has been committed."""

@@ -17,6 +17,8 @@ import checkrun_format as crf
 from checkrun_format.chain import History
 from checkrun_format.pruning import Pruning
 from checkrun_format.stores import LocalStore, Store
+from checkrun_format.testing import Fault
+from checkrun_format.testing import FaultStore as Flaky
 from tests.integration import test_kill
 from tests.integration.test_kill import FaultStore, assert_same, objects_in, strike
 
@@ -336,6 +338,50 @@ def test_a_staged_save_that_is_too_late_fails_by_name(objects: dict[str, bytes],
     assert check_all(inner, litter=True) == [9]
     prune_now(inner)
     assert check_all(inner) == [9]
+
+
+@pytest.mark.parametrize("call", ["save", "plan_save", "begin", "compact"])
+def test_a_writer_that_remembers_nothing_of_what_is_pruned_is_told_that_it_is_late(
+    objects: dict[str, bytes], call: str
+) -> None:
+    """HEA-3: the number is taken, whatever it finds missing first; told twice it says the same."""
+    run = restored(inner := MemoryStore(objects))
+    save_next(restored(inner), 8, parent=None)
+    prune_now(inner)
+    run._history._checkpoints.clear()
+    acts: dict[str, Callable[[], object]] = {
+        "save": partial(save_next, run, 8),
+        "plan_save": lambda: run.plan_save(state(8), step=8),
+        "begin": lambda: run.begin(writers=1, parent="latest"),
+        "compact": run.compact,
+    }
+    with pytest.raises(crf.ConcurrentCommitError, match="number 9 is taken"):
+        acts[call]()
+    with pytest.raises(crf.ConcurrentCommitError):
+        save_next(run, 8)
+    assert check_all(inner) == [9]
+
+
+@pytest.mark.parametrize("call", ["save", "begin"])
+def test_what_landed_after_all_and_then_was_all_that_others_left(objects: dict[str, bytes], call: str) -> None:
+    """HEA-3: a writer goes on from its own attempt, though a prune has removed what it thinks is the latest."""
+    store = Flaky(MemoryStore(objects), Fault(how="late"))
+    run = restored(store)
+    with pytest.raises(crf.StorageError):
+        save_next(run, 8, parent=None)
+    assert store.land() == "00000009/zarr.json"
+    prune_now(store.store)
+    assert check_all(store.store) == [9]
+    run._history._checkpoints.clear()
+    if call == "save":
+        save_next(run, 9)
+    else:
+        save = run.begin(writers=1, step=9)
+        assert (save.sequence, save.token["parent"]) == (10, 9)
+        writer = save.writer(0)
+        writer.put("t", {"weight": state(9).tables["t"]["weight"]}, rows=(0, 6), of=6)
+        save.commit([writer.finish()], extra={"step": 9})
+    assert check_all(store.store) == [9, 10]
 
 
 def test_a_reader_between_the_calls_of_a_prune_reads_the_same_bits_or_says_pruned(objects: dict[str, bytes]) -> None:
