@@ -561,12 +561,14 @@ class Saver:
         group_bytes = open_attempt(self._store, claim)
 
         def finish(*given: Any) -> Any:
-            with self.lock, self._losing(claim):
-                return commit_staged(*given)
+            with self.lock:
+                with self._losing(claim):
+                    committed = commit_staged(*given)
+                return finished(committed)
 
         def commit_staged(
             part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any, step: object
-        ) -> Any:
+        ) -> Commit:
             self._check_still_next(claim)
             named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
             entries = self._staged_entries(part_lists, below, *named)
@@ -593,7 +595,7 @@ class Saver:
                 ) from loss
             self.ledger.saved(committed)
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
-            return finished(committed)
+            return committed
 
         return Save(self._store, token, finish, lambda entry: self._outlook(entry, below))
 
@@ -707,6 +709,8 @@ class Saver:
                 try:
                     check_layer(staged, entry, self._needed(entry, below))
                 except DamagedError as error:
+                    if "/c/" in error.place:  # an object that does not read back as it was written
+                        raise
                     raise InvalidInputError(error.problem) from error
 
 
