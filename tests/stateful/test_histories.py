@@ -19,8 +19,14 @@ from checkrun_format.testing.tables import same_bits, same_fields
 from tests.conformance import independent_changes, independent_reader
 from tests.conformance.agreement import assert_agreement
 
-POLICIES = [("full", None), ("one-shot", None), ("consecutive", None), ("intermittent", None)]
-POLICIES += [("one-shot", 3), ("consecutive", 2)]
+POLICIES: list[tuple[str, int | None]] = [
+    ("full", None),
+    ("one-shot", None),
+    ("consecutive", None),
+    ("intermittent", None),
+    ("one-shot", 3),
+    ("consecutive", 2),
+]
 """Policies, and bits of the weights."""
 
 Tables = dict[str, Rows]
