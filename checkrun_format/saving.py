@@ -127,7 +127,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What a save stores of one table: which rows, by position in the table, and how their fields are encoded."""
+    """What a save stores of one table: which rows, by position in it as it was given, and how fields are encoded."""
 
     rows: Selection
     count: int
@@ -200,7 +200,7 @@ class Saver:
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent, force_full=force_full)
         self._tell(prepared, _checked_names(dropped, "dropped"))
-        arranged = self._arrange(prepared)
+        arranged = self._as_known(lambda: self._arrange(prepared))
         decided = arranged.decided
         claim, scale = Claim.of(self.ledger.head + 1), Scale(self._store.url)
         writer = Forecaster(scale, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
@@ -222,15 +222,19 @@ class Saver:
 
     def _tell(self, prepared: Prepared, dropped: Sequence[str]) -> None:
         """Note what changed, unless the save is refused; where noting fails, nothing is known to be unchanged."""
+        head = self.ledger.head
         try:
-            self.ledger.check_tables(prepared.sources, dropped)
-            self._parent(prepared.parent)
-            self.ledger.note(prepared.sources, dropped)
+            with self._losing(Claim.of(head + 1)):
+                self.ledger.check_tables(prepared.sources, dropped)
+                self._parent(prepared.parent)
+                self.ledger.note(prepared.sources, dropped)
         except InvalidInputError:
             raise
-        except BaseException:
+        except BaseException as error:
             self.ledger.origin = None
-            raise
+            is_gone = isinstance(error, PrunedError | DamagedError | StorageError)
+            if not is_gone or self.ledger.head == head:  # else an attempt of ours had landed: everything is stored
+                raise
 
     def _prepare(self, state: State, step: object, parent: int | str | None, *, force_full: bool) -> Prepared:
         if not isinstance(state, State):
@@ -286,7 +290,7 @@ class Saver:
         staged: Mapping[str, Mapping[str, Values]] = {}
         if prepared.stage is not None:
             stored = {
-                name: Stored(rows=plan.positions, count=plan.count, fields=fields)
+                name: Stored(rows=_as_given(prepared.sources[name], plan), count=plan.count, fields=fields)
                 for name, (plan, fields) in plans.items()
                 if plan.count
             }
@@ -511,6 +515,17 @@ class Saver:
                 self._adopt_or_lose(claim, loss)
             raise
 
+    def _as_known(self, action: Callable[[], _T]) -> _T:
+        """Do what reads the run as this writer knows it; again, if it has to go on from an attempt that had landed."""
+        while True:
+            head = self.ledger.head
+            try:
+                with self._losing(Claim.of(head + 1)):
+                    return action()
+            except (PrunedError, DamagedError, StorageError):
+                if self.ledger.head == head:
+                    raise
+
     def _adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
         """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
         if loss.attempt in self.ledger.attempts:
@@ -537,8 +552,8 @@ class Saver:
         if count < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
-        self._parent(parent)
-        decided = self._decide(parent)
+        self._as_known(lambda: self._parent(parent))
+        decided = self._as_known(lambda: self._decide(parent))
         below = decided.below
         claim = Claim.of(self.ledger.head + 1)
         self.ledger.attempts[claim.attempt] = False
@@ -546,12 +561,14 @@ class Saver:
         group_bytes = open_attempt(self._store, claim)
 
         def finish(*given: Any) -> Any:
-            with self.lock, self._losing(claim):
-                return commit_staged(*given)
+            with self.lock:
+                with self._losing(claim):
+                    committed = commit_staged(*given)
+                return finished(committed)
 
         def commit_staged(
             part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any, step: object
-        ) -> Any:
+        ) -> Commit:
             self._check_still_next(claim)
             named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
             entries = self._staged_entries(part_lists, below, *named)
@@ -578,7 +595,7 @@ class Saver:
                 ) from loss
             self.ledger.saved(committed)
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
-            return finished(committed)
+            return committed
 
         return Save(self._store, token, finish, lambda entry: self._outlook(entry, below))
 
@@ -692,6 +709,8 @@ class Saver:
                 try:
                     check_layer(staged, entry, self._needed(entry, below))
                 except DamagedError as error:
+                    if "/c/" in error.place:  # an object that does not read back as it was written
+                        raise
                     raise InvalidInputError(error.problem) from error
 
 
@@ -729,6 +748,11 @@ def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
     if not isinstance(count, int) or not isinstance(total, int) or not 0 < count < known[0].sequence - base.sequence:
         return []
     return [total // count + (place < total % count) for place in range(count)]
+
+
+def _as_given(source: TableSource, plan: TablePlan) -> Selection:
+    """The rows that are stored, by position in the table that the caller gave."""
+    return plan.positions if source.order is None else source.order[plan.positions]
 
 
 def _size(commit_record: Commit) -> int:
