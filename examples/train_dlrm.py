@@ -89,9 +89,7 @@ class FileLog:
         self._separator = next((s for s in ("\t", "::") if s in first), ",")
         self._width = len(first.split(self._separator))
         if self._width not in {3, 4, 40}:
-            raise ValueError(
-                f"{path} is no log of Criteo (40 fields) or MovieLens (3 or 4), but has {self._width} fields"
-            )
+            raise ValueError(f"{path} has {self._width} fields: Criteo's logs have 40, MovieLens' ratings 3 or 4")
         self.rows = (50_000,) * (26 if self._width == 40 else 2)
         self.numbers = 13 if self._width == 40 else 1
 
