@@ -132,7 +132,8 @@ def trained(data: Data, seed: int, bits: int | None, restores: int, *, nudged: b
         for first, last in itertools.pairwise([0, *stops, len(order)]):
             trainer = Trainer(data.log.rows, data.log.numbers)
             if nudged:
-                one = trainer.model.tables[0].weight.data[:1, :1]
+                row = int(batches[0].categories[:, 0].mode().values)  # one that is looked up
+                one = trainer.model.tables[0].weight.data[row : row + 1, :1]
                 one.copy_(torch.nextafter(one, torch.tensor(2.0)))
             model, optimizers = trainer.model, trainer.optimizers
             with Checkpointer(folder, model, optimizers, bits=bits, durable=False) as checkpointer:
