@@ -563,7 +563,7 @@ class Saver:
                 predecessor=self.ledger.latest,
                 restores=self.ledger.restores(),
                 dropped=self.ledger.dropped(self.ledger.continuing(entries)),
-                extra=_inline(extra),
+                **_extra_of(extra, part_lists),
             )
             check_objects(self._store, claim, part_lists)
             document = seal(self._store, claim, content, part_lists, group_bytes)
@@ -714,11 +714,15 @@ def _checked_names(names: object, what: str) -> tuple[Any, ...]:
     return tuple(names)
 
 
-def _inline(extra: object) -> Any:
+def _extra_of(extra: object, part_lists: Sequence[PartList]) -> dict[str, Any]:
+    """The trainer's state of a save by several writers, or where one of them has stored it."""
+    spans = [part_list.extra for part_list in part_lists if part_list.extra is not None]
+    if len(spans) + (extra is not None) > 1:
+        raise InvalidInputError("extra is given twice: by one writer (put_extra), or to commit()")
     data = extra_json(extra)
     if len(data) > layout.MAX_INLINE_EXTRA:
-        raise InvalidInputError(f"extra takes {len(data)} bytes; in a save by several writers put it in a blob")
-    return parse_json(data)
+        raise InvalidInputError(f"extra takes {len(data)} bytes; let one of the writers store it, by put_extra()")
+    return {"extra": parse_json(data), "extra_blob": spans[0] if spans else None}
 
 
 def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:

@@ -30,6 +30,7 @@ from checkrun_format.state import (
     Inherit,
     checked_encoders,
     checked_store_as,
+    extra_json,
     field_arrays,
     spec_of,
 )
@@ -216,6 +217,16 @@ class StagedWriter:
     def put_blob(self, name: str, data: bytes) -> None:
         """Store opaque bytes; names are unique over all writers."""
         self._writer.put_blob(layout.check_name(name, "blob"), bytes(data))
+
+    def put_extra(self, extra: Any) -> None:
+        """Store the trainer's state, any JSON value, by one of the writers: `Save.commit` takes up to 64 KiB of it.
+
+        Raises
+        ------
+        InvalidInputError
+            It is no JSON.
+        """
+        self._writer.put_extra(extra_json(extra))
 
     def finish(self) -> dict[str, Any]:
         """Write what remains and make it durable; return the part list, JSON-able, for the coordinator."""
@@ -454,6 +465,8 @@ class Save:
             Tables of the parent of which no row changed.
         dropped : names
             Tables of the predecessor that are gone.
+        extra : JSON value
+            The trainer's state, unless a writer has stored it.
         step : int, optional
             In place of the one that the save began with.
 

@@ -785,7 +785,7 @@ class TestWhen:
         with Checkpointer(tmp_path, model, optimizers, every=dt.timedelta(hours=1), durable=False) as checkpointer:
             assert checkpointer.step_done(0) is None
             assert checkpointer.until_save is None
-            checkpointer._saved_at -= 3601
+            checkpointer._schedule._saved_at -= 3601
             pending = checkpointer.step_done(1)
             assert pending is not None
             assert pending.result(30).step == 2

@@ -16,7 +16,7 @@ from torch import nn
 import checkrun_format as crf
 from checkrun_format import devices, dlpack
 from checkrun_format.torch import Checkpointer
-from checkrun_format.torch.distributed.replicas import ReplicatedRun
+from checkrun_format.torch.distributed.ranked import RankedRun
 from checkrun_format.torch.snapshot import Copier
 
 
@@ -68,7 +68,14 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.usefixtures("_one_rank")
 def test_replicas(tmp_path: Path) -> None:
     weight, sums = torch.rand(100, 8), torch.rand(100)
-    run = ReplicatedRun(tmp_path, {"durable": False, "bits": 4}, None, dt.timedelta(seconds=20))
+    run = RankedRun(
+        tmp_path,
+        {"durable": False, "bits": 4},
+        None,
+        dt.timedelta(seconds=20),
+        sharded=None,
+        merge=lambda told: told[0],
+    )
 
     def saved(changed: Any) -> crf.Checkpoint:
         table = crf.Table({"weight": weight, "sum": sums}, changed=changed)
