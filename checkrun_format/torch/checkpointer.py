@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime as dt
 import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import InvalidInputError, SaveCancelledError, TrackingWarning
-from checkrun_format.rows import as_ids
+from checkrun_format.errors import InvalidInputError, SaveCancelledError
 from checkrun_format.run import Run, open_run
 from checkrun_format.saving import Stage
-from checkrun_format.state import ALL, State, Table
+from checkrun_format.state import State, Table
+from checkrun_format.torch.changes import Changes
 from checkrun_format.torch.content import Content, Fit, Stateful, Told, merged
-from checkrun_format.torch.inspection import Inspection, Sample
+from checkrun_format.torch.inspection import Inspection
 from checkrun_format.torch.lookups import Tables, find_tables
 from checkrun_format.torch.optimizers import Optimizers, named_optimizers
 from checkrun_format.torch.pending import PendingSave
 from checkrun_format.torch.readers import ReaderBudget
 from checkrun_format.torch.schedule import Schedule
 from checkrun_format.torch.snapshot import Copier
-from checkrun_format.torch.tracker import Taken, Tracker
+from checkrun_format.torch.tracker import Tracker
 
 if TYPE_CHECKING:
     from checkrun_format.torch.distributed.ranked import RankedRun
@@ -142,19 +139,20 @@ class Checkpointer:
     ) -> None:
         self._schedule = Schedule(every, budget)
         self._on_busy = _checked_on_busy(on_busy)
-        self._sharded, model, named = _of_model(model, optimizer)
+        sharded, model, named = _of_model(model, optimizer)
         found = find_tables(model, tables)
-        self._content = Content(model, named, found, stateful or {}, self._sharded)
+        self._content = Content(model, named, found, stateful or {}, sharded)
         if isinstance(run, Run) and options:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
         self._opened = not isinstance(run, Run)
-        self.run: Run | RankedRun = _of_ranks(run, options, process_group, timeout, self._sharded)
+        self.run: Run | RankedRun = _of_ranks(run, options, process_group, timeout, sharded)
         optimizers = self._content.optimizers.optimizers.values()
         self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
-        if self._sharded is not None:
-            self.tracker.add(self._sharded.records, self._sharded.hooks())
+        if sharded is not None:
+            self.tracker.add(sharded.records, sharded.hooks())
         if not isinstance(self.run, Run):  # gradients reach rows that another rank looked up
             self.tracker.take_from_gradients()
+        self._changes = Changes(self.tracker, sharded, self._content.fields)
         self._optimizer_handles = [
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded) for optimizer in optimizers
         ]
@@ -162,12 +160,7 @@ class Checkpointer:
         """Steps done so far; of the restored checkpoint, to begin with."""
         self._copier = Copier(keep=keep_memory)
         self._pending: PendingSave | None = None
-        self._taken: dict[str, Taken] = {}
         self._dropped: tuple[str, ...] = ()
-        self._continues = False
-        self._sample: Sample | None = None
-        self._sampled = False
-        self._warned: set[str] = set()
         self._schedule.allow(self.step)
 
     def __enter__(self) -> Self:
@@ -187,9 +180,7 @@ class Checkpointer:
     @property
     def tables(self) -> list[str]:
         """Names of the tables."""
-        if self._sharded is None:
-            return list(self.tracker.tables)
-        return [*(name for name in self.tracker.tables if name not in self._sharded.local), *self._sharded.tables]
+        return self._changes.tables
 
     # Which rows changed -----------------------------------------------------------------------------------------------
 
@@ -206,24 +197,7 @@ class Checkpointer:
         ------
         InvalidInputError
         """
-        cut = {} if self._sharded is None else self._sharded.tables
-        if table not in self.tables:
-            raise InvalidInputError(f"mark: there is no table {table!r}; there are {', '.join(self.tables) or 'none'}")
-        if rows is ALL:
-            if self._sharded is not None and table in cut:
-                self._sharded.mark(table, ALL)
-            else:
-                self.tracker.tables[table].mark_all("mark() said so")
-            return
-        try:
-            given = torch.as_tensor(rows)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInputError(f"table {table!r}, mark: no row numbers: {error}") from error
-        given = given if given.numel() else given.to(torch.int64)
-        if self._sharded is not None and table in cut:
-            self._sharded.mark(table, np.unique(as_ids(given.cpu().numpy().ravel(), f"table {table!r}, mark")))
-        else:
-            self.tracker.tables[table].mark(given)
+        self._changes.mark(table, rows)
 
     def check(self) -> Inspection:
         """Compare the rows noted with those that really change while some steps are trained.
@@ -267,7 +241,7 @@ class Checkpointer:
             self._take(state)
             checkpoint = self.run.save(state, step=number, dropped=self._dropped)
         except BaseException:
-            self._put_back()
+            self._changes.put_back()
             raise
         self._saved()
         return checkpoint
@@ -308,7 +282,7 @@ class Checkpointer:
             pending.start()
         except BaseException:
             pending.wait()
-            self._put_back()
+            self._changes.put_back()
             self._pending = None
             raise
         return pending
@@ -360,50 +334,12 @@ class Checkpointer:
         )
 
     def _take(self, state: State) -> None:
-        """Take what changed since the last save, and tell the state."""
         self._schedule.begun()
-        if self._sharded is not None:
-            self._sharded.take()
-        self._taken = self.tracker.changed()
-        self.tracker.clear(self._taken)  # whatever interrupts this: all of it is put back
-        if self._sample is not None:
-            for name in self._sample.missed(self._taken, self._content.fields):
-                reason = "a sample of its rows changed without being noted; Checkpointer.check() tells more"
-                self._taken[name] = dataclasses.replace(self._taken[name], whole=reason)
-            self._sample, self._sampled = None, True
-        elif not self._sampled:
-            self._sample = Sample(self.tracker.tables, self._content.fields)
-        for name, table in state.tables.items():
-            taken = self._taken[name]
-            table.changed = ALL if taken.whole is not None else taken.rows.cpu().numpy()
-        if self._continues:
-            self._warn()
-
-    def _warn(self) -> None:
-        """Say, once for each reason, which tables are stored full."""
-        tables: dict[str, list[str]] = {}
-        for name, taken in self._taken.items():
-            if taken.whole is not None and self.tracker.tables[name].tracking != "all":
-                tables.setdefault(taken.whole, []).append(name)
-        for reason, names in tables.items():
-            if reason not in self._warned:
-                self._warned.add(reason)
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                warnings.warn(
-                    f"stored full, table {', '.join(map(repr, names[:3]))}{more}: {reason}",
-                    TrackingWarning,
-                    stacklevel=4,
-                )
-
-    def _put_back(self) -> None:
-        self.tracker.put_back(self._taken)
-        self._taken = {}
-        if self._sharded is not None:
-            self._sharded.put_back()
+        self._changes.take(state.tables)
 
     def _saved(self) -> None:
-        """What was taken is committed: go on from there."""
-        self._continues, self._taken, self._dropped = True, {}, ()
+        self._changes.saved()
+        self._dropped = ()
 
     def _settle(self, on_busy: OnBusy) -> bool:
         """End the save that goes on, as told; False if it is left alone. What it failed of is raised once."""
@@ -419,7 +355,7 @@ class Checkpointer:
         if failure is None:
             self._saved()
         else:
-            self._put_back()
+            self._changes.put_back()
         self._pending = None
         if failure is not None and not pending.reported and not isinstance(failure, SaveCancelledError):
             failure.add_note(f"in the save of step {pending.step}, which went on in the background")
@@ -514,15 +450,8 @@ class Checkpointer:
         return self.run[checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint]
 
     def _go_on_from(self, checkpoint: Checkpoint, partial: Sequence[str]) -> None:
-        for table in self.tracker.tables.values():
-            table.forget()
-        if self._sharded is not None:
-            self._sharded.forget()
-        for name in partial:
-            self.mark(name, ALL)
+        self._changes.restored(partial)
         self._dropped = tuple(name for name in checkpoint.tables if name not in self.tables)
-        self._sample, self._sampled = Sample(self.tracker.tables, self._content.fields), False
-        self._continues = True
         self.step = checkpoint.step or 0
         self._schedule.begun()
         self._schedule.allow(self.step)

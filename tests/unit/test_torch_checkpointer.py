@@ -569,7 +569,7 @@ def setting(tmp_path: Path) -> Setting:
 OWNERS = {
     "tracker.clear": "tracker.Tracker.clear",
     "run.save": "checkpointer.Run.save",
-    "_warn": "checkpointer.Checkpointer._warn",
+    "_warn": "changes.Changes._warn",
 }
 
 
@@ -711,7 +711,7 @@ class TestInTheBackground:
         setting.assert_stored(2, setting.state())
 
     @pytest.mark.parametrize(
-        "place", ["tracker.Tracker.clear", "checkpointer.Run.save", "checkpointer.Checkpointer._warn"]
+        "place", ["tracker.Tracker.clear", "checkpointer.Run.save", "changes.Changes._warn"]
     )
     @pytest.mark.parametrize("background", [False, True])
     def test_an_interrupt_loses_nothing(
