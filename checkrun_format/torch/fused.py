@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,11 +45,11 @@ class Kernel:
     def __init__(self, module: Any) -> None:
         self.weights: list[torch.Tensor] = [weight.detach() for weight in module.split_embedding_weights()]
         device = self.weights[0].device
-        counts = torch.tensor([0, *(len(weight) for weight in self.weights)])
-        self._starts = counts.cumsum(0).tolist()
-        of_features = torch.tensor(module.feature_table_map)
-        self._first = counts.cumsum(0)[of_features].to(device)
-        self._rows = counts[of_features + 1].to(device)
+        counts = [len(weight) for weight in self.weights]
+        self._starts = [0, *itertools.accumulate(counts)]
+        self._tables: list[int] = list(module.feature_table_map)
+        self._first = torch.tensor([self._starts[table] for table in self._tables]).to(device)
+        self._counts = torch.tensor([counts[table] for table in self._tables]).to(device)
         self.bitmap: torch.Tensor | None = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
         self.records: list[FusedRows] = []
         self.number = 1
@@ -80,17 +82,31 @@ class Kernel:
         output.register_hook(_Waiting(self, self._count))
 
     def _touch(self, indices: torch.Tensor, offsets: torch.Tensor, batches: Sequence[Sequence[int]] | None) -> None:
+        """Note what is looked up: the rows of one feature after another, as `offsets` of its first bags tell."""
         assert self.bitmap is not None
-        features = len(self._first)
-        if batches is not None:
-            ends = torch.tensor([0, *(sum(batch) for batch in batches)]).cumsum(0).to(offsets.device)
+        features = len(self._tables)
+        if batches is None:
+            bags = [(len(offsets) - 1) // features * feature for feature in range(features + 1)]
         else:
-            ends = torch.arange(features + 1, device=offsets.device) * ((len(offsets) - 1) // features)
-        places = torch.arange(len(indices), device=offsets.device)
-        of = torch.searchsorted(offsets[ends[1:]].long(), places, right=True).clamp_(max=features - 1)
+            bags = [0, *itertools.accumulate(sum(batch) for batch in batches)]
+        touch = self._touch_on_host if self.bitmap.device.type == "cpu" else self._touch_on_device
+        touch(indices, offsets[torch.tensor(bags).to(offsets.device)])
+
+    def _touch_on_host(self, indices: torch.Tensor, ends: torch.Tensor) -> None:
+        """By numpy, which wakes no threads. What is no row, FBGEMM reads as the first, or not at all."""
+        for table, (low, high) in zip(self._tables, itertools.pairwise(ends.tolist()), strict=True):
+            bitmap, rows = self.rows_of(table).numpy(), indices[low:high].numpy()
+            if rows.size and (rows.min() < 0 or rows.max() >= bitmap.size):
+                rows = np.where((rows < 0) | (rows >= bitmap.size), 0, rows)
+            bitmap[rows] = self.number
+
+    def _touch_on_device(self, indices: torch.Tensor, ends: torch.Tensor) -> None:
+        """The same, without waiting for the device."""
+        assert self.bitmap is not None
+        places = torch.arange(len(indices), device=indices.device)
+        of = torch.searchsorted(ends[1:].to(torch.int64), places, right=True).clamp_(max=len(self._tables) - 1)
         rows = indices.to(torch.int64)
-        # What is no row, FBGEMM reads as the first, or not at all.
-        rows = torch.where((rows < 0) | (rows >= self._rows[of]), 0, rows) + self._first[of]
+        rows = torch.where((rows < 0) | (rows >= self._counts[of]), 0, rows) + self._first[of]
         self.bitmap.index_fill_(0, rows, self.number)
 
     def _advance(self) -> None:

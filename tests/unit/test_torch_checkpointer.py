@@ -710,9 +710,7 @@ class TestInTheBackground:
         assert setting.begin(1).result(30).sequence == 2
         setting.assert_stored(2, setting.state())
 
-    @pytest.mark.parametrize(
-        "place", ["tracker.Tracker.clear", "checkpointer.Run.save", "changes.Changes._warn"]
-    )
+    @pytest.mark.parametrize("place", ["tracker.Tracker.clear", "checkpointer.Run.save", "changes.Changes._warn"])
     @pytest.mark.parametrize("background", [False, True])
     def test_an_interrupt_loses_nothing(
         self, setting: Setting, monkeypatch: pytest.MonkeyPatch, place: str, background: bool

@@ -56,8 +56,11 @@ class Tables:
         return found
 
 
-@pytest.fixture
-def tables() -> Tables:
+@pytest.fixture(params=["host", "device"])
+def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tables:
+    """As for tables in the host's memory, and as for those on a device, which runs on the CPU too."""
+    if request.param == "device":
+        monkeypatch.setattr(Kernel, "_touch_on_host", Kernel._touch_on_device)
     return Tables()
 
 
