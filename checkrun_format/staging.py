@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -55,6 +55,7 @@ _TOKEN = frozenset(
         "encoder",
         "expected_restores",
         "restores",
+        "qparams",
     }
 )
 
@@ -187,6 +188,8 @@ class StagedWriter:
             store_as=checked_store_as(name, store_as, specs),
             restores=self._token["restores"],
         )
+        pinned = self._token["qparams"].get(name, {})
+        plans = [replace(plan, qparams=pinned.get(plan.name)) if plan.bits is not None else plan for plan in plans]
         order = None if ids is None or bool((ids[1:] > ids[:-1]).all()) else np.argsort(ids, kind="stable")
         if ids is not None:
             ids = ids.copy() if order is None else ids[order]
@@ -407,6 +410,8 @@ class Outlook:
     """Whether rows that are stored and did not change since the predecessor keep their bits: they are not recent."""
     known_rows: int
     """Rows of the table in the predecessor; those from here on are new."""
+    quantized: bool = False
+    """Whether they do so only where no writer cuts them by columns, or takes `bits` or an encoder of its own."""
 
 
 class Save:

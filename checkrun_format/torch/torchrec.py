@@ -277,7 +277,10 @@ def sharded_tables(model: Any) -> tuple[dict[str, ShardedTable], dict[str, Local
 def _table(name: str, weight: ShardedTensor) -> ShardedTable:
     metadata = weight.metadata()
     if len(metadata.size) != 2:
-        raise InvalidInputError(f"table {name!r}: a ShardedTensor of shape {tuple(metadata.size)}; a table has rows")
+        raise InvalidInputError(
+            f"{name!r} is a ShardedTensor of shape {tuple(metadata.size)}, no table: save the model by the plug-in for "
+            "torch.distributed.checkpoint, CheckrunWriter of checkrun_format.torch.distributed"
+        )
     rows, width = metadata.size
     cut = sorted({shard.shard_offsets[1] for shard in metadata.shards_metadata} | {width})
     dtype = dtype_name(metadata.tensor_properties.dtype, f"table {name!r}")

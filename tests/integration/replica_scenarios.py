@@ -174,7 +174,26 @@ def cancelled(checkpointer: Checkpointer, rank: Rank) -> bool:
     return len(set(how)) == 1 and how[0] in {"SaveCancelledError", "NoneType"}
 
 
-SCENARIOS = {f.__name__: f for f in (replicas, busy)}
+def quantized(rank: Rank) -> dict[str, Any]:
+    """Increments over one base store rows again; those that did not change since the predecessor keep their bits."""
+    model, optimizer = made()
+    path = rank.folder / "run"
+    found: dict[str, Any] = {"stored": [], "recent": [], "differing": []}
+    with Checkpointer(path, model.module, optimizer, bits=4, policy="one-shot") as checkpointer:
+        checkpointer.save(0)
+        for step in range(3):
+            train(model, optimizer, rank, step)
+            optimizer.zero_grad()
+            done = checkpointer.save(step)
+            number = done.sequence
+            before, now = (checkpointer.run[n].table("user.weight").read()["weight"] for n in (number - 1, number))
+            found["stored"].append(done.table("user.weight").stored_rows)
+            found["recent"].append(sorted(int(r) for c in done.changes_since(number - 1) for r in c.rows))
+            found["differing"].append((before != now).any(1).nonzero()[0].tolist())
+    return found
+
+
+SCENARIOS = {f.__name__: f for f in (replicas, busy, quantized)}
 
 if __name__ == "__main__":
     main(SCENARIOS)

@@ -58,6 +58,14 @@ def test_ranks_decide_as_one(told: Told) -> None:
         assert (rank["saved"], rank["agreed"], rank["cancelled"], rank["right"]) == (True, True, True, True)
 
 
+def test_recent_rows_of_quantized_tables_are_exact(told: Told) -> None:
+    """LAY-7."""
+    found = the_same(told["quantized"])
+    assert found["stored"] == [4, 8, 12]
+    assert found["recent"] == [[0, 10, 20, 30], [1, 11, 21, 31], [2, 12, 22, 32]]
+    assert found["differing"] == found["recent"]
+
+
 def test_one_process_restores_what_three_saved(told: Told, folder: Path) -> None:
     assert told
     model = Model(9)
@@ -74,7 +82,7 @@ def test_one_process_restores_what_three_saved(told: Told, folder: Path) -> None
 
 def test_the_second_reader_agrees(told: Told, folder: Path) -> None:
     assert told
-    assert len(runs_below(folder)) == 2
+    assert len(runs_below(folder)) == 3
     for run in runs_below(folder):
         assert [p for p in crf.open_run(run).verify() if p.kind != "litter"] == []
         assert_agreement(run)

@@ -73,6 +73,13 @@ def test_rows_of_every_feature(tables: Tables) -> None:
     assert tables.taken() == [[], []]
 
 
+def test_bags_of_different_number(tables: Tables) -> None:
+    """As with variable batches: how many bags each rank gave each feature."""
+    kernel = next(hook.__self__ for hook in tables.module._forward_hooks.values())
+    kernel._touch(torch.tensor([0, 1, 2, 2, 7]), torch.tensor([0, 1, 2, 2, 3, 4, 5]), [[1, 1], [1, 0], [2, 1]])
+    assert tables.taken() == [[0, 1], [2, 7]]
+
+
 def weights(tables: Tables) -> list[torch.Tensor]:
     found: list[torch.Tensor] = tables.module.split_embedding_weights()
     return found

@@ -157,7 +157,8 @@ class Coordinator:
             outlook = save.outlook(table, rows=told.rows, fields=told)
             storage[table] = "full" if table in whole else outlook.storage
             known[table] = outlook.known_rows
-            if outlook.continues and table not in whole:
+            cut = any(h.columns not in (None, (0, h.width)) for r in reports for h in r.held if h.table == table)
+            if outlook.continues and table not in whole and not (outlook.quantized and cut):
                 exact.append(table)
         order = Order(
             token=save.token,
