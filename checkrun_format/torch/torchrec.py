@@ -6,6 +6,8 @@ torchrec is not imported here: whatever has its interface will do.
 from __future__ import annotations
 
 import itertools
+import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.devices import tensor_of
-from checkrun_format.errors import InvalidInputError
+from checkrun_format.errors import InvalidInputError, TrackingWarning
 from checkrun_format.rows import Ids, check_bounds
 from checkrun_format.state import ALL, All
 from checkrun_format.torch.distributed.ranks import Changed
@@ -401,17 +403,28 @@ class TrackedRows:
     Notes
     -----
     Rows of the latest forward are told with the next save again: their gradients may not have been applied yet.
+    Of a table of which the tracker does not tell all (it shares a feature with another, or its name with one of another
+    collection, or is to be skipped) any row may have changed; a warning names it.
     """
 
     def __init__(self, model: Any, tracker: Any = None, *, consumer: str | None = None) -> None:
         self._model = model
         self._tracker = tracker or model.get_delta_tracker() or _new_tracker(model)
+        self._exact = _told_exactly(self._tracker.fqn_to_feature_names())
+        for name in sharded_tables(model)[0].keys() - self._exact:
+            warnings.warn(
+                f"stored full, table {name!r}: TorchRec's tracker does not tell all of its rows; a Checkpointer does",
+                TrackingWarning,
+                stacklevel=2,
+            )
         self._consumer = consumer
         self._waiting: dict[str, Ids] = {}
         self._again: dict[str, Ids] = {}
 
-    def __call__(self, table: str) -> Ids:
+    def __call__(self, table: str) -> Ids | All:
         """The rows of a table that were seen since they were last asked for, as far as `look` has seen."""
+        if table not in self._exact:
+            return ALL
         return self._waiting.pop(table, np.zeros(0, np.int64))
 
     def look(self) -> None:
@@ -443,6 +456,12 @@ def _new_tracker(model: Any) -> Any:
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 
     return model.init_torchrec_delta_tracker(DeltaTrackerConfig())
+
+
+def _told_exactly(features: Mapping[str, Sequence[str]]) -> set[str]:
+    """The weights of which a tracker tells all rows: it counts those of a shared feature to one table only."""
+    times = Counter(name for names in features.values() for name in names)
+    return {f"{table}{_WEIGHT}" for table, names in features.items() if all(times[name] == 1 for name in names)}
 
 
 def _start(table: str, local: Iterable[LocalShard]) -> int:

@@ -97,6 +97,8 @@ def test_other_worlds_restore_the_same_bits(
     for rank in told.get("mixed", []):
         assert rank["tables"] == sorted(MIXED)
         assert (rank["missed"], rank["right"]) == ([], True)
+        assert rank["shared"] == [f"stored full, table {name!r}" for name in sorted(MIXED[:2])]
+        assert rank["all"] == [True, True]
         assert rank["rows"] == [
             [[1, 2, 3, 4], [1, 2], [1, 2]],
             [[10, 11, 12, 13], [10, 12], [10, 12]],  # two forwards

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import distributed as dist
 from torch import nn
 
 import checkrun_format as crf
+from checkrun_format.errors import TrackingWarning
 from checkrun_format.torch import Checkpointer
 from checkrun_format.torch.distributed import CheckrunReader, CheckrunWriter, RankSave
 from checkrun_format.torch.torchrec import ShardedModel, TrackedRows, sharded_tables
@@ -358,6 +360,11 @@ def mixed(rank: Rank) -> dict[str, Any]:
         forward([22], [23])
     saved()
     checkpointer.close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tracked = TrackedRows(model)
+    told["shared"] = sorted(str(one.message).partition(":")[0] for one in caught if one.category is TrackingWarning)
+    told["all"] = [tracked(name) is crf.ALL for name in MIXED[:2]]
     told["right"] = crf.open_run(rank.folder / "run").verify() == []
     return told
 

@@ -151,14 +151,14 @@ class Coordinator:
         whole = {table for report in reports for table in report.whole}
         # Of a table found to be shared just now, ranks have not told all that they know.
         whole |= {table for table in shared for told in reports if told.told is not None and table not in told.told}
+        cut = {h.table for report in reports for h in report.held if h.columns not in (None, (0, h.width))}
         storage, known, exact = {}, {}, []
         for table, told in fields.items():
             assert told.rows is not None
             outlook = save.outlook(table, rows=told.rows, fields=told)
             storage[table] = "full" if table in whole else outlook.storage
             known[table] = outlook.known_rows
-            cut = any(h.columns not in (None, (0, h.width)) for r in reports for h in r.held if h.table == table)
-            if outlook.continues and table not in whole and not (outlook.quantized and cut):
+            if outlook.continues and table not in whole and not (outlook.quantized and table in cut):
                 exact.append(table)
         order = Order(
             token=save.token,
