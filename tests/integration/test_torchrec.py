@@ -99,14 +99,16 @@ def test_other_worlds_restore_the_same_bits(
         assert (rank["missed"], rank["right"]) == ([], True)
         assert rank["shared"] == [f"stored full, table {name!r}" for name in sorted(MIXED[:2])]
         assert rank["all"] == [True, True]
+        assert "the state of a WarmupOptimizer is not saved" in rank["refused"][0]
+        assert "is sharded, but no fused kernel of FBGEMM trains it: take the compute kernel" in rank["refused"][1]
         assert rank["rows"] == [
             [[1, 2, 3, 4], [1, 2], [1, 2]],
             [[10, 11, 12, 13], [10, 12], [10, 12]],  # two forwards
             [[10, 11, 12, 13], [10, 12], [10, 12]],  # both were waiting; now one is
             [[12, 13], [12], [10, 12]],  # a step of the plain table's optimizer has gone over both
             [[20, 21], [20], [20]],
-            [[], [], [20]],  # what was forwarded is gone; the plain table's optimizer might still step
-            [[], [], [20]],
+            [[20, 21], [20], [20]],  # it was waiting; now it is gone
+            [[], [], [20]],  # but the plain table's optimizer might still step
         ]
 
 

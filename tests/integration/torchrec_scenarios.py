@@ -12,6 +12,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -365,8 +366,23 @@ def mixed(rank: Rank) -> dict[str, Any]:
         tracked = TrackedRows(model)
     told["shared"] = sorted(str(one.message).partition(":")[0] for one in caught if one.category is TrackingWarning)
     told["all"] = [tracked(name) is crf.ALL for name in MIXED[:2]]
+    told["refused"] = refused(rank, model, optimizer)
     told["right"] = crf.open_run(rank.folder / "run").verify() == []
     return told
+
+
+def refused(rank: Rank, model: Any, optimizer: torch.optim.Optimizer) -> list[str]:
+    """A wrapper that has a state of its own; a table that no fused kernel trains."""
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+    from torchrec.optim.warmup import WarmupOptimizer
+
+    named: dict[str, Any] = {name: value for name, value in model.named_parameters() if name in PLAIN}
+    wrapper: Any = WarmupOptimizer(KeyedOptimizerWrapper(named, lambda _: optimizer), [])
+    path = rank.folder / "refused"
+    told = [outcome(lambda: Checkpointer(path, model, wrapper))]
+    # On CPUs TorchRec has no table that is cut, and not fused.
+    with mock.patch("checkrun_format.torch.torchrec._fused_modules", return_value=()):
+        return [*told, outcome(lambda: Checkpointer(path, model, optimizer))]
 
 
 PLAIN = ("plain.weight", "ebc.embedding_bags.copies.weight")

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkrun_format as crf
 from checkrun_format import devices, dlpack
+from checkrun_format.errors import InvalidInputError
 from checkrun_format.torch import Checkpointer
 from checkrun_format.torch.distributed.ranked import RankedRun
 from checkrun_format.torch.snapshot import Copier
@@ -63,6 +66,16 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_model_that_is_cut_otherwise_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Shard(0)]))
+    with pytest.raises(InvalidInputError, match=r"'weight' is a DTensor, cut over .* CheckrunWriter"):
+        Checkpointer(tmp_path / "run", model, torch.optim.SGD(model.parameters()))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("_one_rank")
