@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from checkrun_format import layout
+from checkrun_format.alike import encoded_alike
 from checkrun_format.blocks import FieldPlan, Values
 from checkrun_format.chain import History, same_kind
 from checkrun_format.chunks import ChunkReader
@@ -253,6 +254,20 @@ class Saver:
             extra=extra_json(state.extra),
             parent=parent,
             force_full=force_full,
+        )
+
+    def _plans_of(self, name: str, fields: Iterable[Field | FieldPlan]) -> list[FieldPlan]:
+        """How the run encodes whole rows of a table that it knows these fields of; in the order of their names."""
+        return field_plans(
+            name,
+            sorted((FieldSpec(name=f.name, dtype=f.dtype, columns=f.columns) for f in fields), key=lambda f: f.name),
+            {},
+            rule=self._options.rule,
+            bits=INHERIT,
+            encoders={},
+            encoder=self._options.encoder,
+            store_as={},
+            restores=self.ledger.restores(),
         )
 
     def _plans(self, source: TableSource) -> list[FieldPlan]:
@@ -580,8 +595,9 @@ class Saver:
                 predecessor=self.ledger.latest,
                 restores=self.ledger.restores(),
                 dropped=self.ledger.dropped(self.ledger.continuing(entries)),
-                extra=_inline(extra),
+                **_extra_of(extra, part_lists),
             )
+            alike = self._encoded_alike(entries, part_lists)
             check_objects(self._store, claim, part_lists)
             document = seal(self._store, claim, content, part_lists, group_bytes)
             self._check_rows(claim, document, below)
@@ -593,7 +609,7 @@ class Saver:
                     f"number {claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
                     "begin the save anew"
                 ) from loss
-            self.ledger.saved(committed)
+            self.ledger.saved(committed, settled=alike)
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
             return committed
 
@@ -602,18 +618,41 @@ class Saver:
     def _outlook(self, entry: TableEntry, below: StoredCheckpoint | None) -> Outlook:
         """How a save over `below` may store a table of which only some rows changed."""
         before = {other.name: other for other in self.ledger.latest_tables()}.get(entry.name)
-        specs = [FieldSpec(name=f.name, dtype=f.dtype, columns=f.columns) for f in entry.fields]
-        restores = self.ledger.restores()
-        raw = all(self._options.rule.for_field(entry.name, INHERIT, spec, restores) is None for spec in specs)
-        continues = raw and entry.name not in self.ledger.lossy and bool(self.ledger.continuing([entry]))
+        plans = self._plans_of(entry.name, entry.fields)
+        quantized = _is_lossy(plans)
+        keeps = not quantized and entry.name not in self.ledger.lossy
+        continues = keeps or self.ledger.as_before(entry.name, plans) is not None
+        continues = continues and bool(self.ledger.continuing([entry]))
         continues = continues and before is not None and same_kind(entry, before)
         known = 0 if before is None else before.rows or 0
         try:
             self._check_increment(entry, below, before)
             self._needed(entry, below)
         except InvalidInputError:
-            return Outlook(storage="full", continues=continues, known_rows=known)
-        return Outlook(storage="changed", continues=continues, known_rows=known)
+            return Outlook(storage="full", continues=continues, known_rows=known, quantized=quantized)
+        return Outlook(storage="changed", continues=continues, known_rows=known, quantized=quantized)
+
+    def _encoded_alike(
+        self, entries: Sequence[TableEntry], part_lists: Sequence[PartList]
+    ) -> dict[str, list[FieldPlan]]:
+        """The tables that all writers encoded alike, and as they have been since they were stored full."""
+        found = {}
+        for entry in entries:
+            plans: list[FieldPlan] | None = self._plans_of(entry.name, entry.fields)
+            if entry.storage != "full":
+                plans = self.ledger.as_before(entry.name, plans or ())
+            plans = None if plans is None else encoded_alike(entry.name, plans, part_lists)
+            if plans is not None:
+                found[entry.name] = plans
+        return found
+
+    def _pinned(self) -> dict[str, dict[str, str]]:
+        """The dtype of qparams by which writers encode rows to the same bits as before, by table and field."""
+        found = {}
+        for name, settled in self.ledger.settled.items():
+            plans = self.ledger.as_before(name, self._plans_of(name, settled)) or ()
+            found[name] = {plan.name: plan.qparams for plan in plans if plan.qparams is not None}
+        return found
 
     def _token(self, claim: Claim, writers: int, below: StoredCheckpoint | None) -> Token:
         expected = self._options.rule.expected_restores
@@ -630,6 +669,7 @@ class Saver:
             "encoder": None if self._options.encoder is None else list(astuple(self._options.encoder)),
             "expected_restores": None if expected is None else float(expected),
             "restores": self.ledger.restores(),
+            "qparams": self._pinned(),
         }
 
     def _check_still_next(self, claim: Claim) -> None:
@@ -733,11 +773,15 @@ def _checked_names(names: object, what: str) -> tuple[Any, ...]:
     return tuple(names)
 
 
-def _inline(extra: object) -> Any:
+def _extra_of(extra: object, part_lists: Sequence[PartList]) -> dict[str, Any]:
+    """The trainer's state of a save by several writers, or where one of them has stored it."""
+    spans = [part_list.extra for part_list in part_lists if part_list.extra is not None]
+    if len(spans) + (extra is not None) > 1:
+        raise InvalidInputError("extra is given twice: by one writer (put_extra), or to commit()")
     data = extra_json(extra)
     if len(data) > layout.MAX_INLINE_EXTRA:
-        raise InvalidInputError(f"extra takes {len(data)} bytes; in a save by several writers put it in a blob")
-    return parse_json(data)
+        raise InvalidInputError(f"extra takes {len(data)} bytes; let one of the writers store it, by put_extra()")
+    return {"extra": parse_json(data), "extra_blob": spans[0] if spans else None}
 
 
 def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:

@@ -56,6 +56,8 @@ class PartList(Record, frozen=True, kw_only=True):
     blobs: list[dict[str, Any]]
     tables: list[dict[str, Any]]
     statistics: dict[str, dict[str, dict[str, Any]]]
+    extra: dict[str, int] | None = None
+    """Where the trainer's state stands, if this writer stored it."""
 
 
 class Objects:
@@ -212,6 +214,7 @@ class Writer:
         self._dense_sizes: dict[str, int] = {}
         self._tensors: list[dict[str, Any]] = []
         self._blobs: list[dict[str, Any]] = []
+        self._extra: dict[str, int] | None = None
         self._statistics: dict[str, dict[str, dict[str, Any]]] = {}
 
     def __enter__(self) -> Self:
@@ -276,6 +279,10 @@ class Writer:
         """Store opaque bytes."""
         self._blobs.append({"name": name, **self.put_span(data)})
 
+    def put_extra(self, data: bytes) -> None:
+        """Store the trainer's state that is too large for the manifest."""
+        self._extra = self.put_span(data)
+
     def put_span(self, data: bytes) -> dict[str, int]:
         """Store bytes in the `blob` array; return where."""
         offset = self._append("blob", np.frombuffer(data, np.uint8)) if data else 0
@@ -319,6 +326,7 @@ class Writer:
             blobs=self._blobs,
             tables=list(tables),
             statistics=self._statistics,
+            extra=self._extra,
         )
 
     def _put_large(self, part: PartSource) -> None:

@@ -52,6 +52,8 @@ class TouchedRows:
         Not zero where a row was touched since the last snapshot; on the device of the table.
     whole : str or None
         Why any row may have changed.
+    always : str or None
+        Why any row may change in each step.
     by_gradient : bool
         Whether rows are taken from gradients, too, because lookups were found that no hook sees.
     """
@@ -63,7 +65,8 @@ class TouchedRows:
         self.name = found.name
         self.parameter = found.parameter
         self.tracking = found.tracking
-        self.whole: str | None = "tables= says that any row may change" if found.tracking == "all" else None
+        self.always: str | None = "tables= says that any row may change" if found.tracking == "all" else None
+        self.whole = self.always
         self.by_gradient = False
         self.bitmap = torch.zeros(len(found.parameter), dtype=torch.uint8, device=found.parameter.device)
         self._states = states
@@ -169,6 +172,11 @@ class TouchedRows:
         """All that was written so far is accounted for."""
         self._seen = self._versions()
 
+    @property
+    def waits_from(self) -> int:
+        """The lowest number of rows whose change is yet to come."""
+        return self._number
+
     # Snapshots --------------------------------------------------------------------------------------------------------
 
     def changed(self) -> Taken:
@@ -182,10 +190,10 @@ class TouchedRows:
 
     def clear(self, taken: Taken) -> None:
         """Forget what a snapshot took, apart from rows whose change is yet to come."""
-        _keep_only(self.bitmap, self._number)
+        _keep_from(self.bitmap, self.waits_from)
         if taken.reached.numel():  # as long as a gradient is there, the next step may use it
             self.bitmap[taken.reached] = self.bitmap[taken.reached].clamp_(min=_OLDEST)
-        self.whole = self.whole if self.tracking == "all" else None
+        self.whole = self.always
 
     def put_back(self, taken: Taken) -> None:
         """Put back what a snapshot took that was not saved."""
@@ -198,7 +206,7 @@ class TouchedRows:
         self._move()
         self.bitmap.zero_()
         self.bitmap[gradient_rows(self.parameter)] = _OLDEST
-        self.whole = self.whole if self.tracking == "all" else None
+        self.whole = self.always
         self.see()
 
     def _move(self) -> None:
@@ -214,13 +222,13 @@ def _nonzero(bitmap: torch.Tensor) -> torch.Tensor:
     return torch.nonzero(bitmap).squeeze(1)
 
 
-def _keep_only(bitmap: torch.Tensor, number: int) -> None:
-    """Set every byte to zero that is not `number`."""
+def _keep_from(bitmap: torch.Tensor, number: int) -> None:
+    """Set every byte to zero that is below `number`."""
     if bitmap.device.type == "cpu":
         values = bitmap.numpy()
-        np.multiply(values, values == number, out=values)
+        np.multiply(values, values >= number, out=values)
     else:
-        bitmap.mul_(bitmap == number)
+        bitmap.mul_(bitmap >= number)
 
 
 def gradient_rows(parameter: nn.Parameter) -> torch.Tensor:
@@ -316,6 +324,11 @@ class Tracker:
             if hook.lookups is not None and hook.lookups.renormalizes:
                 self._handles.append(module.register_forward_pre_hook(hook.before))
             self._handles.append(module.register_forward_hook(hook.after, with_kwargs=True))
+
+    def add(self, records: Mapping[str, TouchedRows], handles: Iterable[Any]) -> None:
+        """Records that are kept by other hooks, and these."""
+        self.tables |= records
+        self._handles += handles
 
     def close(self) -> None:
         """Take all hooks off."""
