@@ -44,7 +44,7 @@ _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
             *(("both", 0.02), ("high", 0.03), ("shift", 0.01), ("high", 0.01)),
             *(("low", 0.007), ("low", -0.03), ("both", -0.007)),
         ),
-        144: (
+        80: (
             *(("both", 0.03), ("high", 0.03), ("low", 0.02), ("shift", -0.005), ("shift", 0.005)),
             *(("shift", -0.003), ("high", -0.003), ("low", -0.03), ("high", -0.02)),
         ),
@@ -57,7 +57,13 @@ _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
             *(("shift", -0.005), ("low", 0.005), ("shift", 0.05), ("high", -0.01)),
         ),
     },
-    8: {0: (("high", -0.004), ("both", -0.004), ("shift", 0.0), ("low", -0.001), ("high", 0.001))},
+    8: {
+        0: (("high", -0.004), ("both", -0.004), ("shift", 0.0), ("low", -0.001), ("high", 0.001)),
+        128: (
+            *(("high", -0.004), ("both", -0.004), ("shift", 0.0), ("low", -0.001), ("high", 0.001)),
+            *(("low", 0.002), ("high", -0.001)),
+        ),
+    },
 }
 """By width, and above how many columns: move the `low` or the `high` end inwards, `both` ends, or `shift` the range up,
 by a part of its width.
