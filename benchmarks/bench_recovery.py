@@ -14,10 +14,11 @@ import itertools
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import measure
 import torch
-from bench_accuracy import RECOMMENDED, Data, Worse, held_out_scores, margin, told, trained
+from bench_accuracy import RECOMMENDED, Data, held_out_scores, told, trained
 from train_dlrm import Batch, GeneratedLog, Trainer
 
 from checkrun_format.torch import Checkpointer
@@ -29,8 +30,8 @@ WIDTHS = (2, 3, 4)
 LENGTHS = (200, 800, 3200)
 HELD_OUT = 100
 
-Differences = dict[str, list[float]]
-"""In percent of the uninterrupted loss, one a seed."""
+Found = dict[int, list[tuple[float, Mapping[str, float]]]]
+"""By batches, for each seed the uninterrupted loss, and by how many percent of it others are worse."""
 
 
 def restored(trainer: Trainer, rows: tuple[int, ...], bits: int | None) -> Trainer:
@@ -83,15 +84,36 @@ def lengths(data: Data, seed: int) -> Iterator[tuple[int, float, Mapping[str, fl
         yield length, loss, worse
 
 
-def rows_of(found: Mapping[int, Sequence[tuple[float, Mapping[str, float]]]]) -> Iterator[list[object]]:
-    """One row of the table for each number of batches: samples, loss, and the means over seeds."""
+def rows_of(found: Found) -> Iterator[list[object]]:
+    """One row of the table for each number of batches: samples, the mean loss, and differences, one a seed."""
     for batches, of_seeds in found.items():
-        differences: Differences = defaultdict(list)
-        for _, worse in of_seeds:
-            for name, value in worse.items():
-                differences[name].append(value)
-        means = [Worse(sum(values) / len(values), margin(values)) for values in differences.values()]
-        yield [f"{batches * BATCH_SIZE:,}", f"{sum(loss for loss, _ in of_seeds) / len(of_seeds):.4f}", *means]
+        losses = [loss for loss, _ in of_seeds]
+        names = of_seeds[0][1]
+        differences = [" ".join(f"{worse[name]:+.3f}" for _, worse in of_seeds) for name in names]
+        yield [f"{batches * BATCH_SIZE:,}", f"{sum(losses) / len(losses):.4f}", *differences]
+
+
+def page(machine: Mapping[str, Any], decays: Found, by_length: Found) -> str:
+    """The results as tables."""
+    return "\n".join(
+        [
+            f"{machine['date']}, {machine['cores']} cores of {machine['cpu']}, torch {machine['packages']['torch']}",
+            "",
+            f"Loss worse than uninterrupted, in %, by seed, after one restore at {RESTORED_AT * BATCH_SIZE:,} samples:",
+            "",
+            measure.table(
+                ["samples after the restore", "loss uninterrupted", *(f"{bits} bits" for bits in WIDTHS)],
+                rows_of(decays),
+            ),
+            "",
+            "The same at the end of trainings of other lengths, with restores evenly spread:",
+            "",
+            measure.table(
+                ["samples", "loss uninterrupted", *(f"{n} from {bits} bits" for n, bits in RECOMMENDED.items())],
+                rows_of(by_length),
+            ),
+        ]
+    )
 
 
 def main() -> None:
@@ -105,40 +127,17 @@ def main() -> None:
     after, length, seeds = (AFTER[:3], 450, 2) if options.quick else (AFTER, max(LENGTHS), options.seeds)
     log = GeneratedLog(BATCH_SIZE)
     data = Data(log, [log(n) for n in range(length)], [log(10**6 + n) for n in range(HELD_OUT)], 1)
-    parts: dict[str, dict[int, list[tuple[float, Mapping[str, float]]]]] = {
-        "decay": defaultdict(list),
-        "lengths": defaultdict(list),
-    }
+    decays: Found = defaultdict(list)
+    by_length: Found = defaultdict(list)
     for seed in range(seeds):
-        for part, found in (("decay", decay(data, seed, after)), ("lengths", lengths(data, seed))):
-            for batches, loss, worse in found:
-                parts[part][batches].append((loss, worse))
+        for found, of_seed in ((decays, decay(data, seed, after)), (by_length, lengths(data, seed))):
+            for batches, loss, worse in of_seed:
+                found[batches].append((loss, worse))
     machine = measure.machine(["checkrun-format", "torch"])
-    text = "\n".join(
-        [
-            f"{machine['date']}, {machine['cores']} cores of {machine['cpu']}, torch {machine['packages']['torch']}",
-            "",
-            (
-                f"Loss worse than uninterrupted, in % (mean of paired differences of {seeds} seeds, and its 95 % "
-                f"interval), after one restore at {RESTORED_AT * BATCH_SIZE:,} samples:"
-            ),
-            "",
-            measure.table(
-                ["samples after the restore", "loss uninterrupted", *(f"{bits} bits" for bits in WIDTHS)],
-                list(rows_of(parts["decay"])),
-            ),
-            "",
-            "The same at the end of trainings of other lengths, with restores evenly spread:",
-            "",
-            measure.table(
-                ["samples", "loss uninterrupted", *(f"{n} from {bits} bits" for n, bits in RECOMMENDED.items())],
-                list(rows_of(parts["lengths"])),
-            ),
-        ]
-    )
+    text = page(machine, decays, by_length)
     print(text)
     if not (options.quick or options.no_results):
-        measure.keep("bench_recovery", {"machine": machine, "seeds": seeds, **parts}, text)
+        measure.keep("bench_recovery", {"machine": machine, "decay": decays, "lengths": by_length}, text)
 
 
 if __name__ == "__main__":
