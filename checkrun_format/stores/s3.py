@@ -28,6 +28,7 @@ _PARALLEL = 32
 _BUDGET_BYTES = 192 << 20
 _PREFIX_BYTES = 800
 """S3 keys have at most 1024 bytes; the longest of a checkpoint is shorter than the rest."""
+_SECRET_LETTERS = 4
 _SLOWEST = 64 << 10
 """Bytes per second: a transfer that is slower than that, for all of the object, is given up."""
 _SECONDS = 60.0
@@ -216,7 +217,7 @@ class S3Store(Store):
         found: dict[str, int] = {}
         after: dict[str, str] = {}
         while True:
-            page = self._call(start, functools.partial(self._page, start, delimiter, after))
+            page = self._call(start.removeprefix(self._key("")), functools.partial(self._page, start, delimiter, after))
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):
                     found[item["Key"][len(self._key("")) :]] = int(item["Size"])
@@ -315,14 +316,13 @@ class S3Store(Store):
         self.requests[event_name.rpartition(".")[2]] += 1
 
     def _secrets(self) -> Iterator[str]:
-        """What must not stand in any text."""
+        """What must not stand in any text; what is too short for a secret would only garble it."""
         names = ("key", "secret", "token", "username", "password")
         of_clients = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-        for name in (*names, *of_clients):
-            for options in (self._options, self._options.get("client_kwargs") or {}):
-                if options.get(name):
-                    yield str(options[name])
-        yield from filter(None, (os.environ.get(name.upper()) for name in of_clients))
+        given = [self._options, self._options.get("client_kwargs") or {}]
+        texts = [str(options.get(name) or "") for name in (*names, *of_clients) for options in given]
+        texts += [os.environ.get(name.upper(), "") for name in of_clients]
+        return (text for text in texts if len(text) >= _SECRET_LETTERS)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -203,8 +204,18 @@ def test_no_credentials(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     options = {"client_kwargs": {"endpoint_url": s3.endpoint_url, "region_name": "us-east-1"}}
-    with pytest.raises(crf.CredentialsError, match="no credentials"):
+    store = S3Store(s3.url, storage_options=options)
+    with pytest.raises(crf.CredentialsError, match=f" {re.escape(s3.url)}/x: no credentials"):
+        store.get("x")
+    with pytest.raises(crf.CredentialsError, match=f" {re.escape(s3.url)}: no credentials"):
+        store.folders()
+
+
+def test_what_is_no_secret_garbles_no_error(s3: Place) -> None:
+    options = servers.storage_options(s3.endpoint_url, servers.Login(key="x", secret="e"))
+    with pytest.raises(crf.CredentialsError, match="does not exist in our records") as caught:
         S3Store(s3.url, storage_options=options).get("x")
+    assert "***" not in str(caught.value)
 
 
 def test_the_environment_is_enough(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,7 +376,7 @@ class TestOpening:
         assert listing(folder) == before
 
     @pytest.mark.parametrize(
-        "address", ["", "s3://", "nonsense://x/run", "file://relative/run", "a\0b", b"bytes", None, 3, ["run"]]
+        "address", ["", "s3://", "nonsense://x/run", "s3:/bucket/run", Path("gs://b"), "file://relative/run", "a\0b", b"bytes", None, 3, ["run"]]
     )
     @pytest.mark.parametrize("mode", ["r", "a"])
     def test_addresses(self, folder: Path, monkeypatch: pytest.MonkeyPatch, address: Any, mode: str) -> None:
@@ -407,6 +407,11 @@ class TestOpening:
             ):
                 crf.open_run(folder, "a")
         assert listing(folder) == before
+
+    def test_a_checkpoint_is_no_run(self, run: Run) -> None:
+        for mode in ("r", "a"):
+            with pytest.raises(NotARunError, match="is that of a checkpoint: give the folder above it"):
+                crf.open_run(f"{run.url}/00000001", mode)
 
     def test_a_file(self, folder: Path) -> None:
         (folder / "file").write_bytes(b"x")
