@@ -54,6 +54,8 @@ def open_store(
     path = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(path, str) or not path or "\0" in path:
         raise InvalidInputError(f"{url!r} is no address of a run: give a path, s3://bucket/prefix, or one of fsspec")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise InvalidInputError(f"storage_options: a {type(storage_options).__name__}; give a dict")
     scheme, separator, rest = path.partition("://")
     if _ONE_SLASH.match(path):
         raise InvalidInputError(

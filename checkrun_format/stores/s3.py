@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkrun_format.errors import CheckrunError, InvalidInputError
 from checkrun_format.stores.bodies import Body, Received
-from checkrun_format.stores.failures import code_of, explained, may_pass
+from checkrun_format.stores.failures import code_of, explained, may_pass, scrubbed
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 from checkrun_format.stores.retries import Patience, persist
 
@@ -309,6 +309,9 @@ class S3Store(Store):
         except (CheckrunError, AlreadyExistsError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever a client raises, it is a failure of the store
+            if isinstance(error, TypeError | ValueError) and not self._answered:  # a client could not even be made
+                said = scrubbed(f"{type(error).__name__}: {error}", self._secrets())
+                raise InvalidInputError(f"storage_options of {self.url}: a client refuses them ({said})") from None
             place = f"{self.url}/{key}" if key else self.url
             raise explained(error, place, self._secrets()) from None
 
@@ -348,6 +351,8 @@ def _parsed(url: str) -> tuple[str, str]:
     prefix = prefix.strip("/")
     if not bucket or any(name in ("", ".", "..") for name in prefix.split("/")[: None if prefix else 0]):
         raise InvalidInputError(f"{url!r}: an address of S3 is s3://bucket/prefix, without empty names")
+    if "\\" in prefix:
+        raise InvalidInputError(f"{url!r}: a prefix with a backslash, which some servers take for a slash: write /")
     if len(prefix.encode()) > _PREFIX_BYTES:
         raise InvalidInputError(f"{url!r}: the prefix is longer than {_PREFIX_BYTES} bytes")
     return bucket, prefix

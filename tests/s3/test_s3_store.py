@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_of_simultaneous_creations_exactly_one_succeeds(s3: Place) -> None:
         assert stores[0].get(f"{number}") == b"%d" % won[0]
 
 
-NAMES = ["plain", "with space", "grüße", "名前", "plus+hash#question?percent%2F&=", "a" * 200]
+NAMES = ["plain", "with space", "grüße", "名前", "plus+hash#question?percent%2F&=", "tab\tand\nline", "a" * 200]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,7 +132,8 @@ def test_open_store_chooses_by_the_scheme() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://", "s3:///run", "s3://bucket/a//b", "s3://bucket/../b", "s3://bucket/" + "x" * 900]
+    "url",
+    ["s3://", "s3:///run", "s3://bucket/a//b", "s3://bucket/../b", "s3://bucket/a\\b", "s3://bucket/" + "x" * 900],
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(crf.InvalidInputError, match=r"s3://|prefix"):
@@ -143,6 +145,21 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(url: str) -> Non
     with pytest.raises(crf.InvalidInputError, match="storage_options") as caught:
         open_store(url)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("key", "a str; give a dict"),
+        ({"kye": "x"}, "s3fs knows no 'kye'"),
+        ({"client_kwargs": {"endpoint": "x"}}, "unexpected keyword argument 'endpoint'"),
+        ({"client_kwargs": {"endpoint_url": "no-http"}}, "Invalid endpoint: no-http"),
+        ({"config_kwargs": {"nope": 1}}, "unexpected keyword argument 'nope'"),
+    ],
+)
+def test_options_that_s3fs_refuses(options: Any, told: str) -> None:
+    with pytest.raises(crf.InvalidInputError, match=f"storage_options.*{told}"):
+        crf.open_run("s3://bucket/run", storage_options=options)
 
 
 def test_options_that_are_of_no_use_are_refused() -> None:
@@ -212,7 +229,7 @@ def test_no_credentials(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_secret_garbles_no_error(s3: Place) -> None:
-    options = servers.storage_options(s3.endpoint_url, servers.Login(key="x", secret="e"))
+    options = servers.storage_options(s3.endpoint_url, servers.Login(key="x", secret="e"))  # noqa: S106
     with pytest.raises(crf.CredentialsError, match="does not exist in our records") as caught:
         S3Store(s3.url, storage_options=options).get("x")
     assert "***" not in str(caught.value)

@@ -376,7 +376,20 @@ class TestOpening:
         assert listing(folder) == before
 
     @pytest.mark.parametrize(
-        "address", ["", "s3://", "nonsense://x/run", "s3:/bucket/run", Path("gs://b"), "file://relative/run", "a\0b", b"bytes", None, 3, ["run"]]
+        "address",
+        [
+            "",
+            "s3://",
+            "nonsense://x/run",
+            "s3:/bucket/run",
+            Path("gs://b"),
+            "file://relative/run",
+            "a\0b",
+            b"bytes",
+            None,
+            3,
+            ["run"],
+        ],
     )
     @pytest.mark.parametrize("mode", ["r", "a"])
     def test_addresses(self, folder: Path, monkeypatch: pytest.MonkeyPatch, address: Any, mode: str) -> None:
