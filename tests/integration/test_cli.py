@@ -671,6 +671,13 @@ class TestVerify:
         made = checkrun("verify", copy, "--json")
         assert made.document["counts"] == {"litter": 1}
         assert checkrun("verify", f"{copy}@3").stdout.endswith("1 number checked: 1 litter.\n")
+        for number in range(3):
+            (copy / "00000003" / f"left-{number}").write_text("litter")
+        text = checkrun("verify", copy).stdout
+        assert text == "00000003/: litter: no checkpoint needs it (4 objects)\n8 numbers checked: 4 litter.\n"
+        assert len(checkrun("verify", copy, "--json").document["problems"]) == 4
+        pruned = checkrun("prune", copy, "--keep-last", "8").stdout
+        assert "00000003/: stays: nobody knows what it is (4 objects)\n" in pruned
         assert checkrun("verify", f"{copy}@2").stdout == "1 number checked: no problem.\n"
 
     def test_a_number_that_is_not_there(self, copy: Path) -> None:
