@@ -303,7 +303,7 @@ def _explained(error: CheckrunError, number: int) -> DamagedError:
     return DamagedError(
         error.place,
         f"{error.problem}. It may have been checkpoint {number}: repair it from a copy, open an older checkpoint by "
-        "its number, or pass skip_damaged=True",
+        "its number, go back to it (rollback), or pass skip_damaged=True",
     )
 
 

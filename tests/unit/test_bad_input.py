@@ -426,6 +426,20 @@ class TestOpening:
             with pytest.raises(NotARunError, match="is that of a checkpoint: give the folder above it"):
                 crf.open_run(f"{run.url}/00000001", mode)
 
+    def test_a_damaged_latest_number_is_not_passed_over(self, run: Run, folder: Path) -> None:
+        """COM-5: neither a compaction nor a takeover brings an older state back in silence; a rollback may."""
+        commit = folder / "run/00000002/zarr.json"
+        commit.write_bytes(commit.read_bytes().replace(b'"checkrun":{', b'"checkruo":{'))
+        opened = crf.open_run(run.url, "a", durable=False)
+        before = listing(folder)
+        for act in (opened.compact, opened.take_over, lambda: crf.open_run(run.url, "a", takeover=True)):
+            with pytest.raises(DamagedError, match=r"It may have been checkpoint 2: .*go back to it \(rollback\)"):
+                act()
+        assert listing(folder) == before
+        assert opened.rollback(1).sequence == 3
+        assert opened.compact().sequence == 4
+        assert opened.latest().load().extra == {"number": 1}
+
     def test_a_file(self, folder: Path) -> None:
         (folder / "file").write_bytes(b"x")
         for mode in ("r", "a"):
