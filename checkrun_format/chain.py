@@ -307,7 +307,7 @@ def _explained(error: CheckrunError, number: int) -> DamagedError:
     return DamagedError(
         error.place,
         f"{error.problem}. It may have been checkpoint {number}: repair it from a copy, open another checkpoint by "
-        "its number, or pass skip_damaged=True",
+        "its number, go back to an older one (rollback), or pass skip_damaged=True",
     )
 
 

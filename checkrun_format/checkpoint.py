@@ -412,14 +412,16 @@ class Checkpoint:
         Raises
         ------
         InvalidInputError
-            Before anything is read: also if the framework is not installed, the device is not there, or the framework
-            lacks a dtype (jax narrows 64 bits unless its option jax_enable_x64 is set).
+            Before anything is read: also if `out` has what the checkpoint lacks, the framework is not installed, the
+            device is not there, or the framework lacks a dtype (jax narrows 64 bits unless its option jax_enable_x64 is
+            set).
         """
         if isinstance(tables, str):
             raise InvalidInputError(f"tables={tables!r}: give a list of names")
         placement = Placement(framework, device)
         views = {name: self.table(name) for name in (self.tables if tables is None else tables)}
         given = out or State()
+        self._check_known(given)
         into = {name: table.fields for name, table in given.tables.items()}
         for name, view in views.items():
             if name not in into:
@@ -443,6 +445,14 @@ class Checkpoint:
             extra=self.extra,
             blobs={name: self.blob(name) for name in self.blobs},
         )
+
+    def _check_known(self, out: State) -> None:
+        """Refuse arrays that nothing would be read into: they would keep what they hold."""
+        for given, known, what in ((out.tables, self.tables, "table"), (out.tensors, self.tensors, "tensor")):
+            unknown = sorted(set(given) - set(known))
+            if unknown:
+                told = f"checkpoint {self.sequence} has no {what} {unknown[0]!r}: leave it out"
+                raise InvalidInputError(f"out: {told} ({len(unknown)} such {what}s in all)")
 
     def _check_tensor(self, name: str, placement: Placement) -> None:
         placement.check(self._stored.tensor_entry(name).dtype, f"tensor {name!r}")

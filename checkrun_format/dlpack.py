@@ -93,10 +93,20 @@ def to_writable(array: object, what: str) -> Array:
     view = to_array(array, what)
     if isinstance(view, np.ndarray) and not view.flags.writeable:
         raise InvalidInputError(f"{what} is read-only")
-    strides = view.strides if isinstance(view, np.ndarray) else view.tensor.stride()
-    if view.size and any(stride == 0 and count > 1 for stride, count in zip(strides, view.shape, strict=True)):
+    steps = (view.strides, view.itemsize) if isinstance(view, np.ndarray) else (view.tensor.stride(), 1)
+    if view.size and _overlaps(view.shape, *steps):
         raise InvalidInputError(f"{what} overlaps itself: several of its elements share one place in memory")
     return view
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether an axis steps less far than what lies within it reaches, so that elements may share places."""
+    reach = itemsize
+    for stride, count in sorted((abs(stride), count) for stride, count in zip(strides, shape, strict=True)):
+        if count > 1 and stride < reach:
+            return True
+        reach += stride * (count - 1)
+    return False
 
 
 def on_host(array: Array) -> npt.NDArray[Any]:

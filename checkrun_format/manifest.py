@@ -312,6 +312,8 @@ def parse_run(data: bytes, place: str = layout.RUN_KEY) -> RunDocument:
         raise NotARunError(f"{place} is not that of a run")
     body = _checkrun_of(data, place)
     kind = _kind_of(body, place)
+    if kind == "checkpoint":
+        raise NotARunError(f"{place} is that of a checkpoint: give the folder above it, which is the run")
     if kind != "run":
         raise DamagedError(place, f"its kind is {kind!r}, not 'run'")
     document: RunDocument = _decode("run", body, place)

@@ -456,6 +456,8 @@ class Saver:
         self.ledger.check_may_save()
         if self.ledger.latest is None:
             raise InvalidInputError("nothing was committed when this run was opened: nothing to commit again")
+        if rollback_to is None:
+            self._history.latest()  # fails at a damaged number above, which may hold a newer state (COM-5)
 
         def chosen() -> Copy:
             assert self.ledger.latest is not None

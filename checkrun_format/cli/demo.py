@@ -46,7 +46,7 @@ def demo(folder: Path) -> None:
 
     Trains word embeddings on the help text of Python itself and saves them into the run DIR/run (by default
     checkrun-demo/run): a base and increments, weights at 4 bits, optimizer sums lossless. One training process is
-    killed in the middle of a save; a second one restores and goes on. Takes less than a minute, without a network.
+    killed in the middle of a save; a second one restores and goes on. Takes about a minute, without a network.
 
     The same command in the same DIR continues an unfinished demo, and shows a finished one again.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -17,8 +17,17 @@ from checkrun_format.cli.text import escaped
 Span: TypeAlias = "str | tuple[str, str]"
 """A text, or a text and the style that a terminal gives it."""
 
+_WIDTH = 80
 _STYLES = {"base": "bold", "pruned": "dim", "burnt": "dim", "increment": ""}
 """How the kinds of numbers look on a terminal; all others are bad news."""
+
+
+def console(out: IO[str], width: int | None = None) -> Console:
+    """Where to draw; a terminal of which COLUMNS says that it has none is as wide as most."""
+    found = Console(file=out, width=width, highlight=False, markup=False, emoji=False)
+    if found.width < 1:
+        found.width = _WIDTH
+    return found
 
 
 def style_of(kind: str) -> str:
@@ -34,7 +43,7 @@ class Page:
 
     def __init__(self) -> None:
         out = sys.stdout
-        self.console = Console(file=out, highlight=False, markup=False, emoji=False) if out.isatty() else None
+        self.console = console(out) if out.isatty() else None
         """Where to draw on a terminal; None elsewhere."""
 
     def line(self, *spans: Span) -> None:

@@ -15,7 +15,7 @@ from checkrun_format.cli.census import kind_of
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Column, Page, Sheet, style_of
-from checkrun_format.cli.text import count
+from checkrun_format.cli.text import count, folded
 from checkrun_format.retention import Decision, Keep, Leftover, Plan
 from checkrun_format.run import open_run
 
@@ -168,8 +168,9 @@ def _lines(plan: Plan, *, done: bool) -> Iterator[str]:
         fate = _fate(goes=leftover.goes, done=done)
         size = f"{_plural(leftover.objects, 'object')} of {leftover.bytes:,} bytes"
         yield f"{leftover.place}: {fate}, {size}: {leftover.reason}"
-    for key in plan.unknown:
-        yield f"{key}: stays: nobody knows what it is"
+    for place, objects in folded(plan.unknown):
+        more = f" ({objects:,} objects)" if objects > 1 else ""
+        yield f"{place}: stays: nobody knows what it is{more}"
     swept = sum(leftover.goes for leftover in plan.leftovers)
     what = _plural(len(plan.goes), "checkpoint") + (f" and {_plural(swept, 'leftover')}" if swept else "")
     yield ""

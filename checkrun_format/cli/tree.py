@@ -148,7 +148,7 @@ def _totals(nodes: Sequence[Node]) -> list[str]:
     if abandoned:
         lines.append(f"Abandoned: {len(abandoned):,} of them, {_bytes(abandoned)} bytes.")
     if latest.layers is not None:
-        size = f"{latest.layers:,} layers, {count(latest.chain_bytes)} bytes"
+        size = f"{latest.layers:,} layer{'s' * (latest.layers != 1)}, {count(latest.chain_bytes)} bytes"
         lines.append(f"The chain of the latest, {latest.number.sequence}: {size}.")
     return lines
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ from checkrun_format.cli.census import open_history
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Page
+from checkrun_format.cli.text import folded
 from checkrun_format.manifest import Problem
 from checkrun_format.verify import is_unsound, judge, verify_checkpoint, verify_tags
 
@@ -50,8 +52,9 @@ def verify(address: str, *, fast: bool, as_json: bool) -> None:
     """Check everything that is stored.
 
     That is: every requirement of the format that can be checked on the stored bytes of a run, or of checkpoint SEQ.
-    Each problem is a line, PLACE: KIND: MESSAGE. Then it says which checkpoints are affected, by what is wrong in them
-    or in their chains, and which are safe. Exit code 1 if there is any problem but litter.
+    Each problem is a line, PLACE: KIND: MESSAGE; litter is one for each folder. Then it says which checkpoints are
+    affected, by what is wrong in them or in their chains, and which are safe. Exit code 1 if there is any problem but
+    litter.
     """
     where = parse(address)
     history, problems = open_history(where.url)
@@ -64,7 +67,7 @@ def verify(address: str, *, fast: bool, as_json: bool) -> None:
         items = (document.problem(problem) for problem in audit)
         document.listing(head, "problems", items, lambda: _totals(audit, len(numbers)))
     else:
-        for problem in audit:
+        for problem in _without_crowds(audit):
             style = "dim" if problem.kind == _LITTER else "red"
             page.line(problem.place, ": ", (problem.kind, style), f": {problem.message}")
         page.line(_conclusion(audit.counts, len(numbers)))
@@ -72,6 +75,17 @@ def verify(address: str, *, fast: bool, as_json: bool) -> None:
             _show_affected(page, *audit.verdict())
     if audit.counts.keys() - {_LITTER}:
         raise click.exceptions.Exit(endings.DAMAGED)
+
+
+def _without_crowds(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """The same, but the litter of one folder, which may be all that a killed save wrote, as one problem."""
+    for (kind, message), found in itertools.groupby(problems, lambda problem: (problem.kind, problem.message)):
+        if kind != _LITTER:
+            yield from found
+            continue
+        for place, objects in folded(problem.place for problem in found):
+            more = f" ({objects:,} objects)" if objects > 1 else ""
+            yield Problem(place=place, kind=kind, message=message + more)
 
 
 def _existing(history: History, sequence: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from checkrun_format.stores.local import LocalStore
 from checkrun_format.stores.s3 import S3Store
 
 __all__ = ["AlreadyExistsError", "Buffer", "FilesystemStore", "LocalStore", "S3Store", "Store", "open_store"]
+
+_ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 SINGLE_WRITER = "CHECKRUN_SINGLE_WRITER"
 """Environment variable: "1" stands for `single_writer=True` where it is not given, as in commands."""
@@ -51,7 +54,14 @@ def open_store(
     path = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(path, str) or not path or "\0" in path:
         raise InvalidInputError(f"{url!r} is no address of a run: give a path, s3://bucket/prefix, or one of fsspec")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise InvalidInputError(f"storage_options: a {type(storage_options).__name__}; give a dict")
     scheme, separator, rest = path.partition("://")
+    if _ONE_SLASH.match(path):
+        raise InvalidInputError(
+            f"{path!r} is no address of a run: write two slashes, and give an address as text, as a Path loses one of "
+            f"them; a local folder of this name is {'./' + path!r}"
+        )
     if not separator or scheme == "file":
         _refuse_options(storage_options, "a local folder")
     if not separator:

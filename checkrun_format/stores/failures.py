@@ -95,7 +95,7 @@ def explained(error: Exception, place: str, secrets: Iterable[str]) -> StorageEr
         Whatever a server or a library says, these are not repeated.
     """
     kind, number, meaning = _meaning(error)
-    said = _scrubbed(_said(error), secrets)
+    said = scrubbed(_said(error), secrets)
     return kind(number, f"{place}: {meaning} ({said})" if said not in meaning else f"{place}: {meaning}")
 
 
@@ -148,7 +148,8 @@ def _said(error: Exception) -> str:
     return ", ".join(filter(None, [code, f"HTTP {status}" if status else "", str(message).strip()]))
 
 
-def _scrubbed(text: str, secrets: Iterable[str]) -> str:
+def scrubbed(text: str, secrets: Iterable[str]) -> str:
+    """A text without some secrets."""
     for secret in secrets:
         text = text.replace(secret, "***")
     return text

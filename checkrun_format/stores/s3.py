@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkrun_format.errors import CheckrunError, InvalidInputError
 from checkrun_format.stores.bodies import Body, Received
-from checkrun_format.stores.failures import code_of, explained, may_pass
+from checkrun_format.stores.failures import code_of, explained, may_pass, scrubbed
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 from checkrun_format.stores.retries import Patience, persist
 
@@ -28,6 +28,7 @@ _PARALLEL = 32
 _BUDGET_BYTES = 192 << 20
 _PREFIX_BYTES = 800
 """S3 keys have at most 1024 bytes; the longest of a checkpoint is shorter than the rest."""
+_SECRET_LETTERS = 4
 _SLOWEST = 64 << 10
 """Bytes per second: a transfer that is slower than that, for all of the object, is given up."""
 _SECONDS = 60.0
@@ -216,7 +217,7 @@ class S3Store(Store):
         found: dict[str, int] = {}
         after: dict[str, str] = {}
         while True:
-            page = self._call(start, functools.partial(self._page, start, delimiter, after))
+            page = self._call(start.removeprefix(self._key("")), functools.partial(self._page, start, delimiter, after))
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):
                     found[item["Key"][len(self._key("")) :]] = int(item["Size"])
@@ -308,6 +309,9 @@ class S3Store(Store):
         except (CheckrunError, AlreadyExistsError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever a client raises, it is a failure of the store
+            if isinstance(error, TypeError | ValueError) and not self._answered:  # a client could not even be made
+                said = scrubbed(f"{type(error).__name__}: {error}", self._secrets())
+                raise InvalidInputError(f"storage_options of {self.url}: a client refuses them ({said})") from None
             place = f"{self.url}/{key}" if key else self.url
             raise explained(error, place, self._secrets()) from None
 
@@ -315,14 +319,13 @@ class S3Store(Store):
         self.requests[event_name.rpartition(".")[2]] += 1
 
     def _secrets(self) -> Iterator[str]:
-        """What must not stand in any text."""
+        """What must not stand in any text; what is too short for a secret would only garble it."""
         names = ("key", "secret", "token", "username", "password")
         of_clients = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-        for name in (*names, *of_clients):
-            for options in (self._options, self._options.get("client_kwargs") or {}):
-                if options.get(name):
-                    yield str(options[name])
-        yield from filter(None, (os.environ.get(name.upper()) for name in of_clients))
+        given = [self._options, self._options.get("client_kwargs") or {}]
+        texts = [str(options.get(name) or "") for name in (*names, *of_clients) for options in given]
+        texts += [os.environ.get(name.upper(), "") for name in of_clients]
+        return (text for text in texts if len(text) >= _SECRET_LETTERS)
 
 
 @functools.cache
@@ -348,6 +351,8 @@ def _parsed(url: str) -> tuple[str, str]:
     prefix = prefix.strip("/")
     if not bucket or any(name in ("", ".", "..") for name in prefix.split("/")[: None if prefix else 0]):
         raise InvalidInputError(f"{url!r}: an address of S3 is s3://bucket/prefix, without empty names")
+    if "\\" in prefix:
+        raise InvalidInputError(f"{url!r}: a prefix with a backslash, which some servers take for a slash: write /")
     if len(prefix.encode()) > _PREFIX_BYTES:
         raise InvalidInputError(f"{url!r}: the prefix is longer than {_PREFIX_BYTES} bytes")
     return bucket, prefix

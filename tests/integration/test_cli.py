@@ -671,6 +671,13 @@ class TestVerify:
         made = checkrun("verify", copy, "--json")
         assert made.document["counts"] == {"litter": 1}
         assert checkrun("verify", f"{copy}@3").stdout.endswith("1 number checked: 1 litter.\n")
+        for number in range(3):
+            (copy / "00000003" / f"left-{number}").write_text("litter")
+        text = checkrun("verify", copy).stdout
+        assert text == "00000003/: litter: no checkpoint needs it (4 objects)\n8 numbers checked: 4 litter.\n"
+        assert len(checkrun("verify", copy, "--json").document["problems"]) == 4
+        pruned = checkrun("prune", copy, "--keep-last", "8").stdout
+        assert "00000003/: stays: nobody knows what it is (4 objects)\n" in pruned
         assert checkrun("verify", f"{copy}@2").stdout == "1 number checked: no problem.\n"
 
     def test_a_number_that_is_not_there(self, copy: Path) -> None:
@@ -814,15 +821,19 @@ class TestProcesses:
         assert "\x1b[" in shown
         assert re.sub(r"\x1b\[[0-9;]*m", "", shown).replace("\r\n", "\n") == checkrun("tree", whole).stdout
 
+    def test_a_terminal_that_says_it_has_no_columns(self, whole: Path) -> None:
+        shown = on_a_terminal("ls", whole, columns=0)
+        assert re.sub(r"\x1b\[[0-9;]*m", "", shown).replace("\r\n", "\n") == checkrun("ls", whole).stdout
+
     def test_progress_on_a_terminal(self, whole: Path) -> None:
         shown = on_a_terminal("verify", whole)
         assert "8/8" in shown and "8 numbers checked: no problem." in shown
 
 
-def on_a_terminal(*arguments: object) -> str:
-    """What a terminal of 30 columns gets."""
+def on_a_terminal(*arguments: object, columns: int = 30) -> str:
+    """What a narrow terminal gets."""
     master, slave = pty.openpty()
-    environment = ENVIRONMENT | {"COLUMNS": "30", "LINES": "10", "TERM": "xterm-256color"}
+    environment = ENVIRONMENT | {"COLUMNS": str(columns), "LINES": "10", "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
     command = [*PROGRAM, *map(str, arguments)]
     with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +75,7 @@ def test_of_simultaneous_creations_exactly_one_succeeds(s3: Place) -> None:
         assert stores[0].get(f"{number}") == b"%d" % won[0]
 
 
-NAMES = ["plain", "with space", "grüße", "名前", "plus+hash#question?percent%2F&=", "a" * 200]
+NAMES = ["plain", "with space", "grüße", "名前", "plus+hash#question?percent%2F&=", "tab\tand\nline", "a" * 200]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,7 +132,8 @@ def test_open_store_chooses_by_the_scheme() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://", "s3:///run", "s3://bucket/a//b", "s3://bucket/../b", "s3://bucket/" + "x" * 900]
+    "url",
+    ["s3://", "s3:///run", "s3://bucket/a//b", "s3://bucket/../b", "s3://bucket/a\\b", "s3://bucket/" + "x" * 900],
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(crf.InvalidInputError, match=r"s3://|prefix"):
@@ -142,6 +145,21 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(url: str) -> Non
     with pytest.raises(crf.InvalidInputError, match="storage_options") as caught:
         open_store(url)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("key", "a str; give a dict"),
+        ({"kye": "x"}, "s3fs knows no 'kye'"),
+        ({"client_kwargs": {"endpoint": "x"}}, "unexpected keyword argument 'endpoint'"),
+        ({"client_kwargs": {"endpoint_url": "no-http"}}, "Invalid endpoint: no-http"),
+        ({"config_kwargs": {"nope": 1}}, "unexpected keyword argument 'nope'"),
+    ],
+)
+def test_options_that_s3fs_refuses(options: Any, told: str) -> None:
+    with pytest.raises(crf.InvalidInputError, match=f"storage_options.*{told}"):
+        crf.open_run("s3://bucket/run", storage_options=options)
 
 
 def test_options_that_are_of_no_use_are_refused() -> None:
@@ -203,8 +221,18 @@ def test_no_credentials(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     options = {"client_kwargs": {"endpoint_url": s3.endpoint_url, "region_name": "us-east-1"}}
-    with pytest.raises(crf.CredentialsError, match="no credentials"):
+    store = S3Store(s3.url, storage_options=options)
+    with pytest.raises(crf.CredentialsError, match=f" {re.escape(s3.url)}/x: no credentials"):
+        store.get("x")
+    with pytest.raises(crf.CredentialsError, match=f" {re.escape(s3.url)}: no credentials"):
+        store.folders()
+
+
+def test_what_is_no_secret_garbles_no_error(s3: Place) -> None:
+    options = servers.storage_options(s3.endpoint_url, servers.Login(key="x", secret="e"))  # noqa: S106
+    with pytest.raises(crf.CredentialsError, match="does not exist in our records") as caught:
         S3Store(s3.url, storage_options=options).get("x")
+    assert "***" not in str(caught.value)
 
 
 def test_the_environment_is_enough(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:

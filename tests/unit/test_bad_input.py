@@ -376,7 +376,20 @@ class TestOpening:
         assert listing(folder) == before
 
     @pytest.mark.parametrize(
-        "address", ["", "s3://", "nonsense://x/run", "file://relative/run", "a\0b", b"bytes", None, 3, ["run"]]
+        "address",
+        [
+            "",
+            "s3://",
+            "nonsense://x/run",
+            "s3:/bucket/run",
+            Path("gs://b"),
+            "file://relative/run",
+            "a\0b",
+            b"bytes",
+            None,
+            3,
+            ["run"],
+        ],
     )
     @pytest.mark.parametrize("mode", ["r", "a"])
     def test_addresses(self, folder: Path, monkeypatch: pytest.MonkeyPatch, address: Any, mode: str) -> None:
@@ -407,6 +420,25 @@ class TestOpening:
             ):
                 crf.open_run(folder, "a")
         assert listing(folder) == before
+
+    def test_a_checkpoint_is_no_run(self, run: Run) -> None:
+        for mode in ("r", "a"):
+            with pytest.raises(NotARunError, match="is that of a checkpoint: give the folder above it"):
+                crf.open_run(f"{run.url}/00000001", mode)
+
+    def test_a_damaged_latest_number_is_not_passed_over(self, run: Run, folder: Path) -> None:
+        """COM-5: neither a compaction nor a takeover brings an older state back in silence; a rollback may."""
+        commit = folder / "run/00000002/zarr.json"
+        commit.write_bytes(commit.read_bytes().replace(b'"checkrun":{', b'"checkruo":{'))
+        opened = crf.open_run(run.url, "a", durable=False)
+        before = listing(folder)
+        for act in (opened.compact, opened.take_over, lambda: crf.open_run(run.url, "a", takeover=True)):
+            with pytest.raises(DamagedError, match=r"It may have been checkpoint 2: .*go back to it \(rollback\)"):
+                act()
+        assert listing(folder) == before
+        assert opened.rollback(1).sequence == 3
+        assert opened.compact().sequence == 4
+        assert opened.latest().load().extra == {"number": 1}
 
     def test_a_file(self, folder: Path) -> None:
         (folder / "file").write_bytes(b"x")

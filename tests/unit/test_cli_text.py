@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkrun_format.cli.text import count, escaped, quoted
+from checkrun_format.cli.text import count, escaped, folded, quoted
 
 HOSTILE = "\x1b[31mred\x1b[0m\n\r\t\x07\x9b31m\u202eabc\u200b\udc80"
 
@@ -51,3 +51,12 @@ def test_quoted_tells_where_a_name_begins_and_ends(name: str, shown: str) -> Non
 
 def test_count() -> None:
     assert [count(None), count(0), count(1234567)] == ["-", "0", "1,234,567"]
+
+
+def test_folded() -> None:
+    """Neighbours in one attempt, or beside the attempts of one number; what stands alone keeps its name."""
+    keys = ["x", "y", "1/note", "1/a/zarr.json", "1/a/block-0-0/rows/c/0", "1/b/c/d", "2/m", "2/n", "1/a/z", "tags/t"]
+    assert list(folded(keys)) == [
+        ("x", 1), ("y", 1), ("1/note", 1), ("1/a/", 2), ("1/b/c/d", 1), ("2/", 2), ("1/a/z", 1), ("tags/t", 1)
+    ]  # fmt: skip
+    assert list(folded([])) == []

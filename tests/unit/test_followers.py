@@ -259,6 +259,37 @@ def test_a_function_may_change_the_ids_that_it_is_given(tmp_path: Path) -> None:
     assert run.latest().table("t").read()["v"].tolist() == [10, 20, 30]
 
 
+def test_rows_that_reach_into_one_another_are_no_destination(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path / "run", mode="a")
+    values = np.arange(12.0).reshape(4, 3)
+    run.save(crf.State(tensors={"x": values}))
+    memory = np.zeros(40)
+    for steps in ((1, 1), (2, 1), (-2, 1), (1, 3), (3, 0)):
+        out = np.lib.stride_tricks.as_strided(memory[20:], (4, 3), tuple(8 * step for step in steps))
+        with pytest.raises(crf.InvalidInputError, match="overlaps itself"):
+            run.load(out=crf.State(tensors={"x": out}))
+    for steps in ((3, 1), (-4, 1), (1, 4), (7, 2), (-3, -1)):
+        out = np.lib.stride_tricks.as_strided(memory[20:], (4, 3), tuple(8 * step for step in steps))
+        run.load(out=crf.State(tensors={"x": out}))
+        assert out.tolist() == values.tolist()
+
+
+def test_what_a_checkpoint_lacks_is_no_destination(tmp_path: Path) -> None:
+    """It would keep what it holds, and nobody would know."""
+    run = crf.open_run(tmp_path / "run", mode="a")
+    run.save(crf.State(tables={"t": crf.Table({"v": np.ones(3)})}, tensors={"x": np.arange(3.0)}))
+    held = np.full(3, 7.0)
+    for out, told in (
+        (crf.State(tables={"u": crf.Table({"v": held})}), "table 'u'"),
+        (crf.State(tensors={"x": held, "y": held}), "tensor 'y'"),
+    ):
+        with pytest.raises(crf.InvalidInputError, match=f"out: checkpoint 1 has no {told}: leave it out"):
+            run.load(out=out)
+        with pytest.raises(crf.InvalidInputError, match=told):
+            run.restore(out=out)
+    assert held.tolist() == [7, 7, 7]
+
+
 def test_a_destination_that_overlaps_itself_is_refused(tmp_path: Path) -> None:
     run = crf.open_run(tmp_path / "run", mode="a")
     run.save(crf.State(tensors={"x": np.arange(3.0)}))

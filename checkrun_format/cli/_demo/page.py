@@ -12,6 +12,7 @@ from typing import IO
 from rich.console import Console
 from rich.table import Table
 
+from checkrun_format.cli import page
 from checkrun_format.cli._demo.plan import BITS
 from checkrun_format.cli._demo.report import Line, Report
 
@@ -24,8 +25,7 @@ _PIPE_WIDTH = 120  # columns, where no terminal tells
 def console(stream: IO[str] | None = None) -> Console:
     """Where the demo speaks: without colours, control characters and wrapping unless it is a terminal."""
     out = sys.stdout if stream is None else stream
-    width = None if out.isatty() else _PIPE_WIDTH
-    return Console(file=out, width=width, highlight=False, markup=False, emoji=False)
+    return page.console(out, None if out.isatty() else _PIPE_WIDTH)
 
 
 def show(report: Report, run: Path, on: Console) -> None:
