@@ -22,6 +22,7 @@ from checkrun_format.commit import (
     Claim,
     Content,
     NumberTakenError,
+    check_ground,
     check_objects,
     commit,
     lost_to,
@@ -489,6 +490,7 @@ class Saver:
                     decided = decide()
                     group_bytes = open_attempt(self._store, claim)
                     part_lists, content = write(claim, decided)
+                    check_ground(self._store, content.parent)
                     document = seal(self._store, claim, content, part_lists, group_bytes)
             except BaseException:
                 self._discard(claim)
@@ -566,6 +568,7 @@ class Saver:
                 extra=_inline(extra),
             )
             check_objects(self._store, claim, part_lists)
+            check_ground(self._store, below)
             document = seal(self._store, claim, content, part_lists, group_bytes)
             self._check_rows(claim, document, below)
             try:

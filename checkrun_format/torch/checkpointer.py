@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -134,7 +135,7 @@ class Checkpointer:
         self._content = Content(model, named_optimizers(optimizer), found, stateful or {})
         if isinstance(run, Run) and options:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
-        self._opened = not isinstance(run, Run)
+        self._opened, self._closed = not isinstance(run, Run), False
         self.run: Run | ReplicatedRun = _of_ranks(run, options, process_group, timeout)
         optimizers = self._content.optimizers.optimizers.values()
         self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
@@ -151,6 +152,7 @@ class Checkpointer:
         self._taken: dict[str, Taken] = {}
         self._dropped: tuple[str, ...] = ()
         self._continues = False
+        self._origin: int | None = None
         self._sample: Sample | None = None
         self._sampled = False
         self._warned: set[str] = set()
@@ -218,7 +220,7 @@ class Checkpointer:
 
     def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.tracker.mark_all(parameters, "its optimizer loaded a state")
+        self.tracker.mark_all("its optimizer loaded a state", parameters)
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class Checkpointer:
         except BaseException:
             self._put_back()
             raise
-        self._saved()
+        self._saved(checkpoint)
         return checkpoint
 
     def save_async(
@@ -331,9 +333,9 @@ class Checkpointer:
 
     def _numbered(self, step: int | None) -> int:
         number = self.step if step is None else step
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
             raise InvalidInputError(f"step {step!r}; a number from 0 on")
-        return number
+        return int(number)
 
     def _state(self, extra: Any, copy: Copier | None) -> State:
         """The state to be saved; with `copy`, copied tensors (rows are copied when it is known which are stored)."""
@@ -349,6 +351,9 @@ class Checkpointer:
     def _take(self, state: State) -> None:
         """Take what changed since the last save, and tell the state."""
         self._saved_at = time.monotonic()
+        if isinstance(self.run, Run) and self.run.origin != self._origin:
+            self._dropped = ()  # of what was restored, where another save than one of these has landed
+            self.tracker.mark_all("its Run has saved or restored something else meanwhile")
         self._taken = self.tracker.changed()
         self.tracker.clear(self._taken)  # whatever interrupts this: all of it is put back
         if self._sample is not None:
@@ -384,12 +389,14 @@ class Checkpointer:
         self.tracker.put_back(self._taken)
         self._taken = {}
 
-    def _saved(self) -> None:
+    def _saved(self, checkpoint: Checkpoint) -> None:
         """What was taken is committed: go on from there."""
-        self._continues, self._taken, self._dropped = True, {}, ()
+        self._continues, self._taken, self._dropped, self._origin = True, {}, (), checkpoint.sequence
 
     def _settle(self, on_busy: OnBusy) -> bool:
         """End the save that goes on, as told; False if it is left alone. What it failed of is raised once."""
+        if self._closed:
+            raise InvalidInputError("this Checkpointer is closed, and no longer knows which rows change: make another")
         pending = self._pending
         if pending is None:
             return True
@@ -400,7 +407,7 @@ class Checkpointer:
         pending.wait()
         failure = pending.failure()
         if failure is None:
-            self._saved()
+            self._saved(pending.result())
         else:
             self._put_back()
         self._pending = None
@@ -417,9 +424,12 @@ class Checkpointer:
         CheckrunError
             Why that save failed.
         """
+        if self._closed:
+            return
         try:
             self._settle("wait")
         finally:
+            self._closed = True
             if self._budget is not None:
                 self._budget.close()
             self.tracker.close()
@@ -473,6 +483,7 @@ class Checkpointer:
                 + (f"; and {len(fit.problems) - 10} more" if len(fit.problems) > 10 else "")
                 + " (strict=False reads what fits)"
             )
+        self.tracker.mark_all("a restore has failed")  # as long as it has not succeeded
         out = self._content.prepare(fit, chosen, document)
         state = self.run.restore(chosen, tables=list(out.tables), out=out)
         self._content.finish(state, document)
@@ -498,7 +509,7 @@ class Checkpointer:
             self.tracker.tables[name].mark_all("it was not restored as a whole")
         self._dropped = tuple(name for name in checkpoint.tables if name not in self.tracker.tables)
         self._sample, self._sampled = Sample(self.tracker.tables, self._content.fields), False
-        self._continues = True
+        self._continues, self._origin = True, checkpoint.sequence
         self.step = checkpoint.step or 0
         self._saved_at = time.monotonic()
         self._allow_readers()

@@ -188,7 +188,7 @@ class TouchedRows:
         """All that was written so far is accounted for."""
         versions = self._versions()
         if [v[0] for v in versions] != [v[0] for v in self._seen]:  # held weakly, no address comes back in another use
-            self._storages = [StorageWeakRef(s) for _, s in self._stores() if s is not None]
+            self._storages = [StorageWeakRef(s) for _, s in self._stores() if s is not None]  # type: ignore[no-untyped-call]
         self._seen = versions
 
     # Snapshots --------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class TouchedRows:
         """What changed since the last snapshot."""
         self._follow()
         self.look()
-        if self.parameter.device.type == "cpu" and self.parameter.is_shared():
+        if self.parameter.device.type == "cpu" and self.parameter.untyped_storage().is_shared():
             self.mark_all("it is in memory that other processes share, which may train it as well")
         reached = gradient_rows(self.parameter)
         if self.by_gradient or _is_cheap(self.parameter.grad):
@@ -389,9 +389,9 @@ class Tracker:
         for table in self.tables.values():
             table.by_gradient = True
 
-    def mark_all(self, parameters: Iterable[nn.Parameter], reason: str) -> None:
-        """Note that any row of the tables among these may have changed."""
-        for table in self._tables_of(parameters):
+    def mark_all(self, reason: str, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Note that any row of the tables among these parameters, by default of all tables, may have changed."""
+        for table in self._tables_of(self._of if parameters is None else parameters):
             table.mark_all(reason)
 
     def _tables_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[TouchedRows]:
