@@ -366,6 +366,11 @@ class Checkpointer:
         for name, table in state.tables.items():
             taken = self._taken[name]
             table.changed = ALL if taken.whole is not None else taken.rows.cpu().numpy()
+        for kind, name in self.tracker.strangers(self._content.optimizers.optimizers.values()):
+            reason = f"{kind} trains table {name!r} and was not given to the Checkpointer: its state is not saved"
+            if reason not in self._warned:
+                self._warned.add(reason)
+                warnings.warn(reason, TrackingWarning, stacklevel=4)
         if self._continues:
             self._warn()
 

@@ -394,6 +394,14 @@ class Tracker:
         for table in self._tables_of(self._of if parameters is None else parameters):
             table.mark_all(reason)
 
+    def strangers(self, known: Iterable[Optimizer]) -> Iterator[tuple[str, str]]:
+        """Optimizers that have trained tables and are none of `known`: the class, and a table of which it has state."""
+        states = [id(optimizer.state) for optimizer in known]  # wrappers share it
+        for optimizer, (_, held) in list(self._groups.items()):
+            kept = [table.name for _, table in held if optimizer.state.get(table.parameter)]
+            if kept and id(optimizer.state) not in states:
+                yield type(optimizer).__name__, kept[0]
+
     def _tables_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[TouchedRows]:
         return (self._of[parameter] for parameter in parameters if parameter in self._of)
 

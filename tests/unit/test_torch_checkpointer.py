@@ -596,6 +596,22 @@ class TestWhatElseHappens:
             saved = checkpointer.save(2)
         assert (saved.sequence, saved.tables) == (3, ["user.weight"])
 
+    def test_an_optimizer_that_was_not_given(self, tmp_path: Path) -> None:
+        model, optimizers = made("sgd")
+        with Checkpointer(tmp_path, model, optimizers, durable=False) as checkpointer:
+            checkpointer.save(0)
+            later = torch.optim.Adagrad([model.user.weight])
+            train(model, [later], range(2))
+            with pytest.warns(
+                TrackingWarning, match=r"Adagrad trains table 'user\.weight' and was not given to the Check"
+            ):
+                checkpointer.save(1)
+            train(model, [later, *optimizers], range(2, 4))
+            saved = checkpointer.save(2)
+        assert np.array_equal(saved.table("user.weight").read()["weight"], model.user.weight.detach().numpy())
+        with Checkpointer(tmp_path, model, [*optimizers, later], durable=False) as checkpointer:
+            assert checkpointer.save(3).table("user.weight").fields[-1].name == "sum"
+
     def test_no_rows(self, tmp_path: Path) -> None:
         model = nn.Embedding(0, 4)
         with Checkpointer(tmp_path, model, policy="consecutive", durable=False) as checkpointer:
@@ -930,10 +946,10 @@ class TestInTheBackground:
 
         def lost(store: LocalStore, key: str, data: bytes) -> None:
             create(store, key, data)
+            monkeypatch.setattr(LocalStore, "get", lambda *_: (_ for _ in ()).throw(StorageError(5, "gone")))
             raise StorageError(5, f"{key}: the answer was lost")
 
         monkeypatch.setattr(LocalStore, "create", lost)
-        monkeypatch.setattr(LocalStore, "get", lambda *_: (_ for _ in ()).throw(StorageError(5, "gone")))
         with pytest.raises(StorageError):
             setting.begin(1).result(30)
         monkeypatch.undo()
