@@ -1,5 +1,8 @@
 """Which rows changed since the last snapshot: one byte a row, set by hooks on the table's own device.
 
+Hooks on modules note the rows that a forward reads. After a step the rows that gradients reached are noted, too, where
+finding them is cheap: sparse gradients name them. Large dense ones are looked through now and then.
+
 A row's byte is 0 as long as nothing touched it, else the number of the optimizer step that it waited for when it was
 last touched. So a snapshot can tell rows that were touched since the last step, whose change is yet to come: these stay
 set. Numbers run from 2 to 255; then all that are set become 1, which is older than any.
@@ -308,7 +311,7 @@ class Hook:
         lookups = self.lookups
         if lookups is None or not (torch.is_grad_enabled() or lookups.renormalizes):
             return
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return  # what is made there is another model, without hooks
         for local, rows in lookups.rows(arguments, named).items():
             table = self.tables.get(local)

@@ -201,6 +201,9 @@ class TestLookups:
     def test_exported_models_know_nothing_of_it(self) -> None:
         model = embedding()
         tracker = tracker_of(model)
+        with pytest.warns(DeprecationWarning, match=r"torch\.jit\.trace"):
+            traced = torch.jit.trace(model, (ids(1, 2),))  # type: ignore[no-untyped-call]
+        assert torch.equal(traced(ids(3, 4)), model.weight[[3, 4]])
         exported = torch.export.export(model, (ids(1, 2),))
         assert torch.equal(exported.module()(ids(3, 4)), model.weight[[3, 4]])
         assert taken(tracker) == []
