@@ -95,6 +95,17 @@ class TestLookups:
         assert taken(tracker) == [3, 7, 49]
         assert taken(tracker) == []
 
+    def test_what_it_reads_may_be_resized(self) -> None:
+        """As torch does where it adds sparse gradients up."""
+        model = embedding(sparse=True)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            rows = ids(step, step + 1)
+            model(rows).sum().backward()
+            optimizer.step()
+            rows.resize_(100)
+        assert taken(tracker) == [0, 1, 2, 3, 4]
+
     def test_arguments_may_be_given_by_name(self) -> None:
         model = embedding()
         tracker = tracker_of(model)
