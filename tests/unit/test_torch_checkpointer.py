@@ -612,6 +612,22 @@ class TestWhatElseHappens:
         with Checkpointer(tmp_path, model, [*optimizers, later], durable=False) as checkpointer:
             assert checkpointer.save(3).table("user.weight").fields[-1].name == "sum"
 
+    @pytest.mark.parametrize("background", [False, True])
+    @pytest.mark.parametrize("bits", [None, 4])
+    def test_what_was_saved_may_be_resized(self, tmp_path: Path, background: bool, bits: int | None) -> None:
+        """As torch does in many places; not after `Tensor.numpy()`."""
+        model, optimizers = made("adagrad")
+        policy = "consecutive"
+        with Checkpointer(tmp_path, model, optimizers, policy=policy, bits=bits, durable=False) as checkpointer:
+            for step in range(2):
+                (checkpointer.save_async if background else checkpointer.save)(step)
+                train(model, optimizers, [step])
+            checkpointer.save(2)
+        tensors = [*model.parameters(), *(s["sum"] for s in optimizers[0].state.values())]
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(2 * tensor.nbytes)
+            assert tensor.untyped_storage().nbytes() == 2 * tensor.nbytes
+
     def test_no_rows(self, tmp_path: Path) -> None:
         model = nn.Embedding(0, 4)
         with Checkpointer(tmp_path, model, policy="consecutive", durable=False) as checkpointer:
