@@ -1,12 +1,16 @@
 """What quantized restores cost a model: loss and AUC on held-out clicks, against the same training uninterrupted.
 
-    python benchmarks/bench_accuracy.py [--quick] [--seeds N] [--batches N] [--log FILE] [--processes N] [--no-results]
+    python benchmarks/bench_accuracy.py [--quick] [--seeds N] [--batches N] [--processes N] [--no-results]
+                                        [--log FILE] [--batch-size N] [--epochs N]
 
 Trains `examples/train_dlrm.py` to the end with 0, 1, 3, 10 and 20 restores, evenly spread, at 2, 3, 4 and 8 bits and
 raw. For each restore the model is saved and thrown away; a new one, initialised otherwise, reads the checkpoint and
 goes on. A seed is an initialisation and an order of the batches; results are differences between two trainings of one
 seed. Raw restores must end in the same bits as no restore at all. Two figures tell what a difference means: how much
 seeds differ from each other, and what a single weight does that is off by its last bit at the start.
+
+A fifth of the log is held out: of the generated one the last batches; of a file, which may be sorted by user or by
+time, samples drawn at random, the same ones for every seed.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,9 +49,23 @@ THRESHOLD = 0.01
 
 SCORES = {"loss": "Loss", "auc": "AUC"}
 
-BATCH_SIZE = 1024
 HELD_OUT = 5
-"""One batch of so many is held out: the last ones of the log."""
+"""One batch of so many is held out."""
+
+GENERATED = 1000
+"""Batches of a generated log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a training goes through."""
+
+    path: Path | None
+    """None: the generated log."""
+    batches: int | None
+    """None: all of a file."""
+    batch_size: int
+    epochs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +87,19 @@ class Data:
     log: GeneratedLog | FileLog
     batches: list[Batch]
     held_out: list[Batch]
+    epochs: int
 
     @classmethod
-    def read(cls, path: Path | None, count: int) -> Data:
+    def read(cls, plan: Plan) -> Data:
         """From a file, or generated."""
-        log = GeneratedLog(BATCH_SIZE) if path is None else FileLog(path, BATCH_SIZE)
-        batches = list(Reader(log, 0, count))
+        if plan.path is None:
+            log: GeneratedLog | FileLog = GeneratedLog(plan.batch_size)
+            batches = list(Reader(log, 0, plan.batches or GENERATED))
+        else:
+            log = FileLog(plan.path, plan.batch_size)
+            batches = shuffled(list(itertools.islice(log, plan.batches)), plan.batch_size)
         cut = len(batches) - len(batches) // HELD_OUT
-        return cls(log, batches[:cut], batches[cut:])
+        return cls(log, batches[:cut], batches[cut:], plan.epochs)
 
     def beside(self) -> dict[str, dict[str, float]]:
         """What a model knows at least, and at most: the share of clicks; the rule of a generated log."""
@@ -89,20 +112,28 @@ class Data:
         return known
 
 
+def shuffled(batches: Sequence[Batch], size: int) -> list[Batch]:
+    """The same samples in other batches."""
+    columns = [torch.cat([getattr(batch, field.name) for batch in batches]) for field in fields(Batch)]
+    order = torch.randperm(len(columns[0]), generator=torch.Generator().manual_seed(0))
+    return [Batch(*(column[some] for column in columns)) for some in order.split(size)]
+
+
 # Training -------------------------------------------------------------------------------------------------------------
 
 
 def trained(data: Data, seed: int, bits: int | None, restores: int, *, nudged: bool = False) -> Trainer:
     """A model trained with all batches, saved and restored between them."""
-    batches, rows = data.batches, data.log.rows
+    batches = data.batches
     torch.manual_seed(seed)
-    order = torch.randperm(len(batches)).tolist()
-    stops = [round(len(batches) * (n + 1) / (restores + 1)) for n in range(restores)]
+    order = torch.cat([torch.randperm(len(batches)) for _ in range(data.epochs)]).tolist()
+    stops = [round(len(order) * (n + 1) / (restores + 1)) for n in range(restores)]
     with tempfile.TemporaryDirectory() as folder:
-        for first, last in itertools.pairwise([0, *stops, len(batches)]):
-            trainer = Trainer(rows)
+        for first, last in itertools.pairwise([0, *stops, len(order)]):
+            trainer = Trainer(data.log.rows, data.log.numbers)
             if nudged:
-                one = trainer.model.tables[0].weight.data[:1, :1]
+                row = int(batches[0].categories[:, 0].mode().values)  # one that is looked up
+                one = trainer.model.tables[0].weight.data[row : row + 1, :1]
                 one.copy_(torch.nextafter(one, torch.tensor(2.0)))
             model, optimizers = trainer.model, trainer.optimizers
             with Checkpointer(folder, model, optimizers, bits=bits, durable=False) as checkpointer:
@@ -136,10 +167,10 @@ def tensors_of(trainer: Trainer) -> Iterator[Tensor]:
             yield from (state[name] for name in sorted(state))
 
 
-def outcomes(path: Path | None, count: int, seed: int) -> list[Outcome]:
+def outcomes(plan: Plan, seed: int) -> list[Outcome]:
     """All trainings of one seed."""
     torch.set_num_threads(1)
-    data = Data.read(path, count)
+    data = Data.read(plan)
     found = []
 
     def outcome(trainer: Trainer, bits: int | None, restores: int, *, nudged: bool = False) -> Outcome:
@@ -220,9 +251,10 @@ def page(results: Mapping[str, Any], runs: Sequence[Outcome]) -> str:
         f"{where['date']}, {where['cores']} cores of {where['cpu']}, torch {where['packages']['torch']}, one thread",
         "",
         (
-            f"{results['trained_samples']:,} samples of the {results['log']} log in batches of "
-            f"{results['batch_size']:,}; {results['held_out_samples']:,} held out; tables of "
-            f"{', '.join(f'{n:,}' for n in results['rows'])} rows of {COLUMNS}; {len(seeds)} seeds. What is learned:"
+            f"{results['trained_samples']:,} samples of the log {results['log']} in batches of "
+            f"{results['batch_size']:,}, epochs: {results['epochs']}; {results['held_out_samples']:,} held out; "
+            f"tables of {', '.join(f'{n:,}' for n in results['rows'])} rows of {COLUMNS}; {len(seeds)} seeds. "
+            "What is learned:"
         ),
         "",
         measure.table(
@@ -306,32 +338,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, help="a file of Criteo or MovieLens instead of the generated log")
     parser.add_argument(
-        "--batches", type=int, default=1000, help=f"of {BATCH_SIZE} samples; one of {HELD_OUT} held out"
+        "--batches", type=int, help=f"of the log, one of {HELD_OUT} held out: {GENERATED} if generated, else all"
     )
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--processes", type=int, default=1, help="seeds trained at a time")
     parser.add_argument("--quick", action="store_true", help="two seeds, few batches, nothing is kept: does it run?")
     parser.add_argument("--no-results", action="store_true", help="only print")
     options = parser.parse_args()
     count, seeds = (60, 2) if options.quick else (options.batches, options.seeds)
-    data = Data.read(options.log, count)
+    plan = Plan(path=options.log, batches=count, batch_size=options.batch_size, epochs=options.epochs)
+    data = Data.read(plan)
     results = {
         "machine": measure.machine(["checkrun-format", "torch", "numpy", "scikit-learn"]),
         "log": "generated" if options.log is None else options.log.name,
-        "batch_size": BATCH_SIZE,
+        "batch_size": plan.batch_size,
+        "epochs": plan.epochs,
         "rows": data.log.rows,
         "trained_samples": sum(len(batch.clicks) for batch in data.batches),
         "held_out_samples": sum(len(batch.clicks) for batch in data.held_out),
         "beside": data.beside(),
     }
     with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        by_seed = pool.map(partial(outcomes, options.log, count), range(seeds))
+        by_seed = pool.map(partial(outcomes, plan), range(seeds))
         runs = [run for found in by_seed for run in found]
     text = page(results, runs)
     print(text)
     if not (options.quick or options.no_results):
-        measure.keep("bench_accuracy", results | {"runs": [asdict(run) for run in runs]}, text)
-        draw(runs, measure.RESULTS / "bench_accuracy.svg")
+        name = "bench_accuracy" if plan.path is None else f"bench_accuracy-{plan.path.stem}"
+        measure.keep(name, results | {"runs": [asdict(run) for run in runs]}, text)
+        draw(runs, measure.RESULTS / f"{name}.svg")
 
 
 if __name__ == "__main__":

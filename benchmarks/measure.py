@@ -26,7 +26,8 @@ class Cost:
     seconds: float
     cpu_seconds: float
     peak_mib: float
-    """Resident memory at its highest, above the level just before the call."""
+    """Resident memory at its highest, above the level just before the call; of that, pages that the system may take at
+    any time (LazyFree) do not count."""
 
 
 def warm_memory(gib: float = 2.5) -> None:
@@ -40,7 +41,7 @@ def warm_memory(gib: float = 2.5) -> None:
 def cost_of(call: Callable[[], object]) -> Cost:
     """Call once and measure."""
     _reset_peak()
-    before, cpu, start = _memory("VmRSS"), _cpu(), time.perf_counter()
+    before, cpu, start = _memory("VmRSS") - _memory("LazyFree", "smaps_rollup"), _cpu(), time.perf_counter()
     call()
     seconds = time.perf_counter() - start
     return Cost(seconds, _cpu() - cpu, max(0.0, (_memory("VmHWM") - before) / 1024))
@@ -51,9 +52,9 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _memory(what: str) -> int:
-    """A line of /proc/self/status, in KiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _memory(what: str, file: str = "status") -> int:
+    """A line of a file of /proc/self, in KiB."""
+    for line in Path("/proc/self", file).read_text().splitlines():
         if line.startswith(f"{what}:"):
             return int(line.split()[1])
     raise LookupError(what)

@@ -41,6 +41,7 @@ from checkrun_format.errors import (
 from checkrun_format.forecast import SavePlan, TablePlanned
 from checkrun_format.manifest import Problem
 from checkrun_format.policy import Failures
+from checkrun_format.quantize import set_threads
 from checkrun_format.retention import Decision, Keep, Leftover, Plan
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, join_save
@@ -101,4 +102,5 @@ __all__ = [
     "open_run",
     "policy",
     "quantize",
+    "set_threads",
 ]

@@ -114,6 +114,15 @@ class History:
                     self._keep(sequence, occupant, data)
         return occupant
 
+    def found(self, sequence: int, *, skip_damaged: bool) -> Commit | Pruned | Burnt | None:
+        """What occupies a number; None also if it is damaged and may be skipped, else the error tells the ways out."""
+        try:
+            return self.occupant(sequence)
+        except DamagedError as error:
+            if skip_damaged:
+                return None
+            raise _explained(error, sequence) from error
+
     def head(self) -> int:
         """The highest occupied number, 0 in an empty run."""
         for number in reversed(self.numbers()):
@@ -137,12 +146,7 @@ class History:
         """The highest committed number, and what occupies those above it."""
         passed: dict[int, Pruned | Burnt | None] = {}
         for number in reversed(self.numbers()):
-            try:
-                occupant = self.occupant(number)
-            except DamagedError as error:
-                if not skip_damaged:
-                    raise _explained(error, number) from error
-                continue
+            occupant = self.found(number, skip_damaged=skip_damaged)
             if isinstance(occupant, Commit):
                 return number, passed
             passed[number] = occupant
@@ -302,7 +306,7 @@ def _explained(error: CheckrunError, number: int) -> DamagedError:
     assert isinstance(error, DamagedError)
     return DamagedError(
         error.place,
-        f"{error.problem}. It may have been checkpoint {number}: repair it from a copy, open an older checkpoint by "
+        f"{error.problem}. It may have been checkpoint {number}: repair it from a copy, open another checkpoint by "
         "its number, or pass skip_damaged=True",
     )
 

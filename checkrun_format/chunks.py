@@ -19,6 +19,7 @@ from io import BytesIO, RawIOBase
 from typing import Any, Self
 
 import google_crc32c
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,13 +35,18 @@ CHECKSUM_BYTES = 4
 _SLICE_BYTES = 1 << 20
 """Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""
 
+_BUFFER_BYTES = 4 << 20
+"""Of memory that is read into again and again."""
+
 
 def row_bytes(entry: ArrayEntry) -> int:
     """Bytes of one row of an array."""
     return dtypes.logical(entry.dtype).itemsize * math.prod(entry.shape[1:])
 
 
-def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> Iterator[Buffer]:
+def encode(
+    values: npt.NDArray[Any], entry: ArrayEntry, told: Callable[[int], None] = lambda checksum: None
+) -> Iterator[Buffer]:
     """The object of one chunk, as buffers to be written one after another.
 
     Parameters
@@ -48,6 +54,8 @@ def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> Iterator[Buffer]:
     values : array
         The chunk's rows, in the dtype that is stored; fewer than `chunk_rows` in the last chunk, which is filled up
         with zeros (ZAR-4). They are read while the buffers are taken.
+    told : callable
+        Is given the checksum in the end.
     """
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     payload = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
@@ -61,7 +69,9 @@ def encode(values: npt.NDArray[Any], entry: ArrayEntry) -> Iterator[Buffer]:
         checksum = google_crc32c.extend(checksum, piece)
         yield piece
     yield padding
-    yield google_crc32c.extend(checksum, padding).to_bytes(CHECKSUM_BYTES, "little")
+    checksum = google_crc32c.extend(checksum, padding)
+    told(checksum)
+    yield checksum.to_bytes(CHECKSUM_BYTES, "little")
 
 
 def required(store: Store, key: str) -> bytes:
@@ -100,8 +110,10 @@ def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArra
         An unknown compression.
     """
     payload = np.frombuffer(data, np.uint8)[:-CHECKSUM_BYTES]
-    if len(data) < CHECKSUM_BYTES or google_crc32c.value(payload) != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
+    checksum = google_crc32c.value(payload)
+    if len(data) < CHECKSUM_BYTES or checksum != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
         raise altered(place)
+    check_place(checksum, entry, index, place)
     if entry.compression is not None:
         payload = _decompress(payload, entry.compression, place)
     size = entry.chunk_rows * row_bytes(entry)
@@ -114,6 +126,12 @@ def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArra
 def altered(place: str) -> DamagedError:
     """The error of an object whose checksum is wrong."""
     return DamagedError(place, "its CRC-32C does not match: the object is truncated or altered")
+
+
+def check_place(checksum: int, entry: ArrayEntry, index: int, place: str) -> None:
+    """Refuse a chunk that is whole, but not the one that the part file means (ZAR-5)."""
+    if entry.checksums is not msgspec.UNSET and entry.checksums[index : index + 1] != [checksum]:
+        raise DamagedError(place, "another chunk is in its place: its CRC-32C is not the one in the part file (ZAR-5)")
 
 
 def compress(payload: bytes, compression: str, itemsize: int) -> bytes:
@@ -320,25 +338,26 @@ class ChunkReader:
                 yield low, values[low : low + step]
             return
         width, dtype = row_bytes(entry), dtypes.logical(entry.dtype)
-        with self._checked(f"{array_key}/{layout.chunk_name(index, len(entry.shape))}") as file:
+        key = f"{array_key}/{layout.chunk_name(index, len(entry.shape))}"
+        with self._checked(key) as file:
             with self._buffer(step * width) as buffer:
                 for low in range(0, exist, step):
                     count = min(step, exist - low)
                     file.fill(buffer[: count * width])
                     if low < span[1] and low + step > span[0]:
                         yield low, buffer[: count * width].view(dtype).reshape(count, *entry.shape[1:])
-            file.finish((entry.chunk_rows - exist) * width)
+            check_place(file.finish((entry.chunk_rows - exist) * width), entry, index, key)
 
     @contextlib.contextmanager
     def _buffer(self, size: int) -> Iterator[npt.NDArray[np.uint8]]:
         """Memory that is used again: the first touch of new memory takes as long as several copies."""
-        if size > _SLICE_BYTES:
+        if size > _BUFFER_BYTES:
             yield np.empty(size, np.uint8)
             return
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = np.empty(_SLICE_BYTES, np.uint8)
+            buffer = np.empty(_BUFFER_BYTES, np.uint8)
         yield buffer
         self._free.append(buffer)
 
@@ -359,16 +378,15 @@ class ChunkReader:
         exist = min(entry.chunk_rows, entry.shape[0] - index * entry.chunk_rows)
         direct = rows == slice(0, exist) and entry.compression is None and out.flags.c_contiguous
         if direct and sys.byteorder == "little":
-            self._straight(f"{array_key}/{layout.chunk_name(index, len(entry.shape))}", entry, out)
+            self._straight(f"{array_key}/{layout.chunk_name(index, len(entry.shape))}", entry, index, out)
         else:
             out[...] = self.chunk(array_key, entry, index, shared=shared)[rows]
 
-    def _straight(self, key: str, entry: ArrayEntry, out: npt.NDArray[Any]) -> None:
+    def _straight(self, key: str, entry: ArrayEntry, index: int, out: npt.NDArray[Any]) -> None:
         payload = out.reshape(-1).view(np.uint8)
         with self._checked(key) as file:
-            for low in range(0, payload.size, _SLICE_BYTES):
-                file.fill(payload[low : low + _SLICE_BYTES])
-            file.finish(entry.chunk_rows * row_bytes(entry) - payload.size)
+            file.fill(payload)
+            check_place(file.finish(entry.chunk_rows * row_bytes(entry) - payload.size), entry, index, key)
 
     def _checked(self, key: str) -> CheckedFile:
         file = self._ahead.open(key)
@@ -394,8 +412,10 @@ class CheckedFile:
 
     def fill(self, piece: npt.NDArray[np.uint8]) -> None:
         """Read the next bytes."""
-        self._read(piece)
-        self._checksum = google_crc32c.extend(self._checksum, piece)
+        for low in range(0, piece.size, _SLICE_BYTES):
+            some = piece[low : low + _SLICE_BYTES]
+            self._read(some)
+            self._checksum = google_crc32c.extend(self._checksum, some)
 
     def finish(self, padding: int = 0) -> int:
         """Read so many bytes more, then the checksum, and refuse what does not match it."""

@@ -127,10 +127,8 @@ class Forecaster(Writer):
         self._close_block(block, [member_of(part)])
 
     def _write_flat(self, name: str, arrays: Sequence[Array], total: int) -> ArrayEntry:
-        entry = chunks.entry_for(
-            arrays[0].dtype.name, (total,), layout.balanced_chunk_rows(total, arrays[0].itemsize, self._chunk_bytes)
-        )
-        self._objects.put_array(name, entry)
+        chunk_rows = layout.balanced_chunk_rows(total, arrays[0].itemsize, self._chunk_bytes)
+        entry = self._objects.put_array(name, chunks.entry_for(arrays[0].dtype.name, (total,), chunk_rows))
         size = entry.chunk_rows * arrays[0].itemsize + 4
         for index in range(layout.chunk_count(total, entry.chunk_rows)):
             self._objects.put(f"{name}/c/{index}", [Absent(size)])  # type: ignore[list-item]
@@ -185,8 +183,7 @@ class BlockForecaster(BlockWriter):
         self, name: str, dtype: str, width: tuple[int, ...], compression: str | None = None, share: float = 1.0
     ) -> None:
         entry = chunks.entry_for(dtype, (self._rows, *width), self.chunk_rows, compression)
-        self._arrays[name] = entry
-        self._objects.put_array(f"{self._group}/{name}", entry)
+        self._arrays[name] = self._objects.put_array(f"{self._group}/{name}", entry)
         count = layout.chunk_count(self._rows, self.chunk_rows)
         payload = self._rows if share < 1 else count * self.chunk_rows  # padding compresses to nearly nothing
         size = round(payload * chunks.row_bytes(entry) * share) + 4 * count

@@ -78,11 +78,14 @@ class Ledger:
         if self.lost is not None:
             raise ConcurrentCommitError(f"this Run may not save any more: {self.lost}")
 
+    @property
+    def has_legal_origin(self) -> bool:
+        """Whether the origin is the latest checkpoint, be it that it has been pruned since."""
+        return self.latest is not None and self.origin == self.latest.sequence
+
     def legal_origin(self) -> StoredCheckpoint | None:
         """The origin, if it is the latest checkpoint (HEA-2)."""
-        if self.origin is None or self.latest is None or self.origin != self.latest.sequence:
-            return None
-        return self._history.get(self.origin)
+        return self._history.get(self.latest.sequence) if self.latest is not None and self.has_legal_origin else None
 
     def restores(self) -> int:
         """The count of restores that the next commit carries (5.2)."""
@@ -103,7 +106,7 @@ class Ledger:
 
         None without an origin; nor a keyed one of which everything may have changed: who knows which keys are gone?
         """
-        if self.legal_origin() is None:
+        if not self.has_legal_origin:
             return []
         unknown = {name for name, touched in self.pending.items() if touched.everything}
         return [entry for entry in entries if entry.addressing == "dense" or entry.name not in unknown]
@@ -263,7 +266,7 @@ class Ledger:
 
     def landed(self, committed: Commit) -> None:
         """An attempt that was given up has landed after all (HEA-3): its rows stay pending."""
-        continues = self.attempts[committed.attempt] and self.legal_origin() is not None
+        continues = self.attempts[committed.attempt] and self.has_legal_origin
         self._move_head(committed)
         self.origin = committed.sequence if continues else None
         self.settled, self._layers = {}, {}

@@ -28,6 +28,7 @@ TagName = Annotated[str, msgspec.Meta(pattern=r"^(?![0-9]+$)[a-z0-9][a-z0-9._-]{
 Version = Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(?!\n)$")]
 FieldName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}(?!\n)$")]
 Columns = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Checksum = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Part = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]], msgspec.Meta(min_length=8)]
 """A part: table, block, offset, count, first_row, recent, deleted_offset, deleted_count, then a column per field."""
 
@@ -174,12 +175,13 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 
 class ArrayEntry(Record, frozen=True, kw_only=True):
-    """Shape, dtype and cut of one stored array (5.5)."""
+    """Shape, dtype and cut of one stored array, and the checksum of each chunk (5.5)."""
 
     dtype: str
     shape: Annotated[list[Columns], msgspec.Meta(min_length=1, max_length=2)]
     chunk_rows: Columns
     compression: str | None
+    checksums: list[Checksum] | msgspec.UnsetType = msgspec.UNSET
 
 
 class BlockField(Record, frozen=True, kw_only=True):
@@ -460,6 +462,7 @@ def parse_parts(data: bytes, place: str) -> PartFile:
         raise DamagedError(place, f"not gzip: {error}") from error
     document: PartFile = _decode("parts", text, place)
     _check_parts(document, place)
+    _check_checksums(document, place)
     return document
 
 
@@ -483,6 +486,16 @@ def _check_parts(document: PartFile, place: str) -> None:
         stored = block.arrays["deleted"].shape[0] if "deleted" in block.arrays else 0
         if rows != block.rows or deleted != stored:
             raise DamagedError(place, f"the parts of block {number} do not cover it (PRT-1)")
+
+
+def _check_checksums(document: PartFile, place: str) -> None:
+    for arrays in [document.dense, *(block.arrays for block in document.blocks)]:
+        for name, entry in arrays.items():
+            count = layout.chunk_count(entry.shape[0], entry.chunk_rows)
+            if entry.checksums is not msgspec.UNSET and len(entry.checksums) != count:
+                raise DamagedError(
+                    place, f"array {name!r} of {count} chunks has {len(entry.checksums)} checksums (ZAR-5)"
+                )
 
 
 def pack_parts(document: PartFile) -> bytes:

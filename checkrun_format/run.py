@@ -198,21 +198,36 @@ class Run:
             raise CheckpointNotFoundError(f"{self.url} has no checkpoint yet")
         return default
 
-    def at(self, *, step: int) -> Checkpoint:
+    def at(self, *, step: int, skip_damaged: bool = False) -> Checkpoint:
         """The newest checkpoint of a step (steps repeat after going back).
 
         What is passed over on the way down is opened too, so that an altered step is found (OPN-1).
+
+        Parameters
+        ----------
+        step : int
+        skip_damaged : bool
+            Pass over damaged commits, as of `log`; one of them may have been newer and of this step.
         """
         for number in reversed(self._history.numbers()):
-            if isinstance(self._history.occupant(number), Commit) and self[number].step == step:
+            occupant = self._history.found(number, skip_damaged=skip_damaged)
+            if isinstance(occupant, Commit) and self[number].step == step:
                 return self[number]
         raise CheckpointNotFoundError(f"{self.url} has no checkpoint of step {step}")
 
-    def log(self) -> Iterator[Checkpoint]:
-        """The checkpoints from the lowest number to the highest; reads commits only, so that MAN-1 is not checked."""
-        for commit_record in self._history.commits():
+    def log(self, *, skip_damaged: bool = False) -> Iterator[Checkpoint]:
+        """The checkpoints from the lowest number to the highest; reads commits only, so that MAN-1 is not checked.
+
+        Parameters
+        ----------
+        skip_damaged : bool
+            Pass over commits that are damaged, of which `verify` tells, instead of raising DamagedError there.
+        """
+        for number in self._history.numbers():
+            if not isinstance(self._history.found(number, skip_damaged=skip_damaged), Commit):
+                continue
             try:
-                stored = self._history.get(commit_record.sequence)
+                stored = self._history.get(number)
             except PrunedError:
                 continue  # since it was listed
             yield Checkpoint(self._history, stored)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from checkrun_format import layout
+from checkrun_format.alike import encoded_alike
 from checkrun_format.blocks import FieldPlan, Values
 from checkrun_format.chain import History, same_kind
 from checkrun_format.chunks import ChunkReader
@@ -128,7 +129,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What a save stores of one table: which rows, by position in the table, and how their fields are encoded."""
+    """What a save stores of one table: which rows, by position in it as it was given, and how fields are encoded."""
 
     rows: Selection
     count: int
@@ -201,7 +202,7 @@ class Saver:
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent, force_full=force_full)
         self._tell(prepared, _checked_names(dropped, "dropped"))
-        arranged = self._arrange(prepared)
+        arranged = self._as_known(lambda: self._arrange(prepared))
         decided = arranged.decided
         claim, scale = Claim.of(self.ledger.head + 1), Scale(self._store.url)
         writer = Forecaster(scale, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
@@ -223,15 +224,19 @@ class Saver:
 
     def _tell(self, prepared: Prepared, dropped: Sequence[str]) -> None:
         """Note what changed, unless the save is refused; where noting fails, nothing is known to be unchanged."""
+        head = self.ledger.head
         try:
-            self.ledger.check_tables(prepared.sources, dropped)
-            self._parent(prepared.parent)
-            self.ledger.note(prepared.sources, dropped)
+            with self._losing(Claim.of(head + 1)):
+                self.ledger.check_tables(prepared.sources, dropped)
+                self._parent(prepared.parent)
+                self.ledger.note(prepared.sources, dropped)
         except InvalidInputError:
             raise
-        except BaseException:
+        except BaseException as error:
             self.ledger.origin = None
-            raise
+            is_gone = isinstance(error, PrunedError | DamagedError | StorageError)
+            if not is_gone or self.ledger.head == head:  # else an attempt of ours had landed: everything is stored
+                raise
 
     def _prepare(self, state: State, step: object, parent: int | str | None, *, force_full: bool) -> Prepared:
         if not isinstance(state, State):
@@ -250,6 +255,20 @@ class Saver:
             extra=extra_json(state.extra),
             parent=parent,
             force_full=force_full,
+        )
+
+    def _plans_of(self, name: str, fields: Iterable[Field | FieldPlan]) -> list[FieldPlan]:
+        """How the run encodes whole rows of a table that it knows these fields of; in the order of their names."""
+        return field_plans(
+            name,
+            sorted((FieldSpec(name=f.name, dtype=f.dtype, columns=f.columns) for f in fields), key=lambda f: f.name),
+            {},
+            rule=self._options.rule,
+            bits=INHERIT,
+            encoders={},
+            encoder=self._options.encoder,
+            store_as={},
+            restores=self.ledger.restores(),
         )
 
     def _plans(self, source: TableSource) -> list[FieldPlan]:
@@ -287,7 +306,7 @@ class Saver:
         staged: Mapping[str, Mapping[str, Values]] = {}
         if prepared.stage is not None:
             stored = {
-                name: Stored(rows=plan.positions, count=plan.count, fields=fields)
+                name: Stored(rows=_as_given(prepared.sources[name], plan), count=plan.count, fields=fields)
                 for name, (plan, fields) in plans.items()
                 if plan.count
             }
@@ -513,6 +532,17 @@ class Saver:
                 self._adopt_or_lose(claim, loss)
             raise
 
+    def _as_known(self, action: Callable[[], _T]) -> _T:
+        """Do what reads the run as this writer knows it; again, if it has to go on from an attempt that had landed."""
+        while True:
+            head = self.ledger.head
+            try:
+                with self._losing(Claim.of(head + 1)):
+                    return action()
+            except (PrunedError, DamagedError, StorageError):
+                if self.ledger.head == head:
+                    raise
+
     def _adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
         """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
         if loss.attempt in self.ledger.attempts:
@@ -539,8 +569,8 @@ class Saver:
         if count < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
-        self._parent(parent)
-        decided = self._decide(parent)
+        self._as_known(lambda: self._parent(parent))
+        decided = self._as_known(lambda: self._decide(parent))
         below = decided.below
         claim = Claim.of(self.ledger.head + 1)
         self.ledger.attempts[claim.attempt] = False
@@ -548,12 +578,14 @@ class Saver:
         group_bytes = open_attempt(self._store, claim)
 
         def finish(*given: Any) -> Any:
-            with self.lock, self._losing(claim):
-                return commit_staged(*given)
+            with self.lock:
+                with self._losing(claim):
+                    committed = commit_staged(*given)
+                return finished(committed)
 
         def commit_staged(
             part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any, step: object
-        ) -> Any:
+        ) -> Commit:
             self._check_still_next(claim)
             named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
             entries = self._staged_entries(part_lists, below, *named)
@@ -565,8 +597,9 @@ class Saver:
                 predecessor=self.ledger.latest,
                 restores=self.ledger.restores(),
                 dropped=self.ledger.dropped(self.ledger.continuing(entries)),
-                extra=_inline(extra),
+                **_extra_of(extra, part_lists),
             )
+            alike = self._encoded_alike(entries, part_lists)
             check_objects(self._store, claim, part_lists)
             check_ground(self._store, below)
             document = seal(self._store, claim, content, part_lists, group_bytes)
@@ -579,27 +612,50 @@ class Saver:
                     f"number {claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
                     "begin the save anew"
                 ) from loss
-            self.ledger.saved(committed)
+            self.ledger.saved(committed, settled=alike)
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
-            return finished(committed)
+            return committed
 
         return Save(self._store, token, finish, lambda entry: self._outlook(entry, below))
 
     def _outlook(self, entry: TableEntry, below: StoredCheckpoint | None) -> Outlook:
         """How a save over `below` may store a table of which only some rows changed."""
         before = {other.name: other for other in self.ledger.latest_tables()}.get(entry.name)
-        specs = [FieldSpec(name=f.name, dtype=f.dtype, columns=f.columns) for f in entry.fields]
-        restores = self.ledger.restores()
-        raw = all(self._options.rule.for_field(entry.name, INHERIT, spec, restores) is None for spec in specs)
-        continues = raw and entry.name not in self.ledger.lossy and bool(self.ledger.continuing([entry]))
+        plans = self._plans_of(entry.name, entry.fields)
+        quantized = _is_lossy(plans)
+        keeps = not quantized and entry.name not in self.ledger.lossy
+        continues = keeps or self.ledger.as_before(entry.name, plans) is not None
+        continues = continues and bool(self.ledger.continuing([entry]))
         continues = continues and before is not None and same_kind(entry, before)
         known = 0 if before is None else before.rows or 0
         try:
             self._check_increment(entry, below, before)
             self._needed(entry, below)
         except InvalidInputError:
-            return Outlook(storage="full", continues=continues, known_rows=known)
-        return Outlook(storage="changed", continues=continues, known_rows=known)
+            return Outlook(storage="full", continues=continues, known_rows=known, quantized=quantized)
+        return Outlook(storage="changed", continues=continues, known_rows=known, quantized=quantized)
+
+    def _encoded_alike(
+        self, entries: Sequence[TableEntry], part_lists: Sequence[PartList]
+    ) -> dict[str, list[FieldPlan]]:
+        """The tables that all writers encoded alike, and as they have been since they were stored full."""
+        found = {}
+        for entry in entries:
+            plans: list[FieldPlan] | None = self._plans_of(entry.name, entry.fields)
+            if entry.storage != "full":
+                plans = self.ledger.as_before(entry.name, plans or ())
+            plans = None if plans is None else encoded_alike(entry.name, plans, part_lists)
+            if plans is not None:
+                found[entry.name] = plans
+        return found
+
+    def _pinned(self) -> dict[str, dict[str, str]]:
+        """The dtype of qparams by which writers encode rows to the same bits as before, by table and field."""
+        found = {}
+        for name, settled in self.ledger.settled.items():
+            plans = self.ledger.as_before(name, self._plans_of(name, settled)) or ()
+            found[name] = {plan.name: plan.qparams for plan in plans if plan.qparams is not None}
+        return found
 
     def _token(self, claim: Claim, writers: int, below: StoredCheckpoint | None) -> Token:
         expected = self._options.rule.expected_restores
@@ -616,6 +672,7 @@ class Saver:
             "encoder": None if self._options.encoder is None else list(astuple(self._options.encoder)),
             "expected_restores": None if expected is None else float(expected),
             "restores": self.ledger.restores(),
+            "qparams": self._pinned(),
         }
 
     def _check_still_next(self, claim: Claim) -> None:
@@ -695,6 +752,8 @@ class Saver:
                 try:
                     check_layer(staged, entry, self._needed(entry, below))
                 except DamagedError as error:
+                    if "/c/" in error.place:  # an object that does not read back as it was written
+                        raise
                     raise InvalidInputError(error.problem) from error
 
 
@@ -717,11 +776,15 @@ def _checked_names(names: object, what: str) -> tuple[Any, ...]:
     return tuple(names)
 
 
-def _inline(extra: object) -> Any:
+def _extra_of(extra: object, part_lists: Sequence[PartList]) -> dict[str, Any]:
+    """The trainer's state of a save by several writers, or where one of them has stored it."""
+    spans = [part_list.extra for part_list in part_lists if part_list.extra is not None]
+    if len(spans) + (extra is not None) > 1:
+        raise InvalidInputError("extra is given twice: by one writer (put_extra), or to commit()")
     data = extra_json(extra)
     if len(data) > layout.MAX_INLINE_EXTRA:
-        raise InvalidInputError(f"extra takes {len(data)} bytes; in a save by several writers put it in a blob")
-    return parse_json(data)
+        raise InvalidInputError(f"extra takes {len(data)} bytes; let one of the writers store it, by put_extra()")
+    return {"extra": parse_json(data), "extra_blob": spans[0] if spans else None}
 
 
 def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
@@ -732,6 +795,11 @@ def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
     if not isinstance(count, int) or not isinstance(total, int) or not 0 < count < known[0].sequence - base.sequence:
         return []
     return [total // count + (place < total % count) for place in range(count)]
+
+
+def _as_given(source: TableSource, plan: TablePlan) -> Selection:
+    """The rows that are stored, by position in the table that the caller gave."""
+    return plan.positions if source.order is None else source.order[plan.positions]
 
 
 def _size(commit_record: Commit) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,6 +30,7 @@ from checkrun_format.state import (
     Inherit,
     checked_encoders,
     checked_store_as,
+    extra_json,
     field_arrays,
     spec_of,
 )
@@ -54,6 +55,7 @@ _TOKEN = frozenset(
         "encoder",
         "expected_restores",
         "restores",
+        "qparams",
     }
 )
 
@@ -186,6 +188,8 @@ class StagedWriter:
             store_as=checked_store_as(name, store_as, specs),
             restores=self._token["restores"],
         )
+        pinned = self._token["qparams"].get(name, {})
+        plans = [replace(plan, qparams=pinned.get(plan.name)) if plan.bits is not None else plan for plan in plans]
         order = None if ids is None or bool((ids[1:] > ids[:-1]).all()) else np.argsort(ids, kind="stable")
         if ids is not None:
             ids = ids.copy() if order is None else ids[order]
@@ -216,6 +220,16 @@ class StagedWriter:
     def put_blob(self, name: str, data: bytes) -> None:
         """Store opaque bytes; names are unique over all writers."""
         self._writer.put_blob(layout.check_name(name, "blob"), bytes(data))
+
+    def put_extra(self, extra: Any) -> None:
+        """Store the trainer's state, any JSON value, by one of the writers: `Save.commit` takes up to 64 KiB of it.
+
+        Raises
+        ------
+        InvalidInputError
+            It is no JSON.
+        """
+        self._writer.put_extra(extra_json(extra))
 
     def finish(self) -> dict[str, Any]:
         """Write what remains and make it durable; return the part list, JSON-able, for the coordinator."""
@@ -396,6 +410,8 @@ class Outlook:
     """Whether rows that are stored and did not change since the predecessor keep their bits: they are not recent."""
     known_rows: int
     """Rows of the table in the predecessor; those from here on are new."""
+    quantized: bool = False
+    """Whether they do so only where no writer cuts them by columns, or takes `bits` or an encoder of its own."""
 
 
 class Save:
@@ -454,6 +470,8 @@ class Save:
             Tables of the parent of which no row changed.
         dropped : names
             Tables of the predecessor that are gone.
+        extra : JSON value
+            The trainer's state, unless a writer has stored it.
         step : int, optional
             In place of the one that the save began with.
 

@@ -183,6 +183,8 @@ class TableSource:
     rows: int
     keys: Ids | None
     """Ascending; None in a dense table."""
+    order: Ids | None
+    """Which of the caller's rows each of these is; None if they came in this order."""
     key_dtype: str | None
     changed: Ids | All | None
     """Ascending row numbers or keys."""
@@ -238,6 +240,7 @@ def table_source(name: object, table: object) -> TableSource:
         fields=fields,
         rows=rows,
         keys=keys,
+        order=order,
         key_dtype=key_dtype,
         changed=_changed(text, table.changed, rows, keys, key_dtype, order),
         deleted=_deleted(text, table, key_dtype),

@@ -13,6 +13,7 @@ from typing import Self, TypeAlias
 import numpy as np
 
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.quantize.engine import allowed_threads
 from checkrun_format.stores import Store
 
 Task: TypeAlias = Callable[[], object]
@@ -76,7 +77,7 @@ class Workers:
     Parameters
     ----------
     threads : int
-        How many tasks run at a time. They are started when there is work.
+        How many tasks run at a time. They are started when there is work. 0: each task is run by `submit`.
     budget_bytes : int
         How many bytes the tasks that wait or run may hold together; one task may hold more on its own.
     inline_bytes : int
@@ -108,9 +109,15 @@ class Workers:
 
     @classmethod
     def of(cls, store: Store, budget: Budget | None = None) -> Self:
-        """As many as a store gains from; with a budget, as its reads do, and so many bytes as that allows."""
+        """As many as a store gains from; with a budget, as its reads do, and so many bytes as that allows.
+
+        Of a store that is not far no more than `set_threads` leaves beside the caller.
+        """
         share = 1.0 if budget is None else budget.max_host_bytes / Budget().max_host_bytes
         threads = store.parallel if budget is None else store.readers or store.parallel
+        allowed = allowed_threads()
+        if allowed is not None and not store.is_far:
+            threads = min(threads, allowed - 1)
         return cls(threads, int(store.budget_bytes * share), store.inline_bytes)
 
     def submit(self, held_bytes: int, task: Task) -> None:
@@ -121,6 +128,9 @@ class Workers:
         held_bytes : int
             Bytes of memory that the task holds until it has run.
         """
+        if not self._threads:
+            task()
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._failures or not self._held or self._held + held_bytes <= self._budget)
             failed = bool(self._failures)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -54,6 +56,8 @@ class PartList(Record, frozen=True, kw_only=True):
     blobs: list[dict[str, Any]]
     tables: list[dict[str, Any]]
     statistics: dict[str, dict[str, dict[str, Any]]]
+    extra: dict[str, int] | None = None
+    """Where the trainer's state stands, if this writer stored it."""
 
 
 class Objects:
@@ -75,23 +79,25 @@ class Objects:
         self.workers.wait()
         return sum(self._sizes)
 
-    def put_array(self, name: str, entry: ArrayEntry) -> None:
-        """Store an array's metadata."""
+    def put_array(self, name: str, entry: ArrayEntry) -> ArrayEntry:
+        """Store an array's metadata; its entry, with room for the checksums of its chunks."""
         document = layout.array_document(
             name.rpartition("/")[2], entry.dtype, tuple(entry.shape), entry.chunk_rows, entry.compression
         )
         self.put(f"{name}/zarr.json", [document])
+        return msgspec.structs.replace(entry, checksums=[0] * layout.chunk_count(entry.shape[0], entry.chunk_rows))
 
     def put_chunk(self, name: str, entry: ArrayEntry, index: int, values: npt.NDArray[Any]) -> None:
-        """Store one chunk of an array."""
-        self.put(f"{name}/{layout.chunk_name(index, len(entry.shape))}", chunks.encode(values, entry), values.nbytes)
+        """Store one chunk of an array; its checksum is in the entry after `wait`."""
+        assert entry.checksums is not msgspec.UNSET
+        buffers = chunks.encode(values, entry, functools.partial(entry.checksums.__setitem__, index))
+        self.put(f"{name}/{layout.chunk_name(index, len(entry.shape))}", buffers, values.nbytes)
 
     def put_whole(self, name: str, values: npt.NDArray[Any], chunk_bytes: int, compression: str | None) -> ArrayEntry:
         """Store an array that is in memory, cut on its own."""
         size = int(values.itemsize * np.prod(values.shape[1:], dtype=object))
         chunk_rows = layout.balanced_chunk_rows(len(values), size, chunk_bytes)
-        entry = chunks.entry_for(values.dtype.name, values.shape, chunk_rows, compression)
-        self.put_array(name, entry)
+        entry = self.put_array(name, chunks.entry_for(values.dtype.name, values.shape, chunk_rows, compression))
         for index in range(layout.chunk_count(len(values), chunk_rows)):
             self.put_chunk(name, entry, index, values[index * chunk_rows : (index + 1) * chunk_rows])
         return entry
@@ -129,8 +135,8 @@ class BlockWriter:
         if name not in self._arrays:
             shape = (self._rows, *values.shape[1:])
             compression = chunks.smaller_compression(values) if of is None else _compression_of(of, name)
-            self._arrays[name] = chunks.entry_for(values.dtype.name, shape, self.chunk_rows, compression)
-            self._objects.put_array(f"{self._group}/{name}", self._arrays[name])
+            entry = chunks.entry_for(values.dtype.name, shape, self.chunk_rows, compression)
+            self._arrays[name] = self._objects.put_array(f"{self._group}/{name}", entry)
         index = self._written // self.chunk_rows
         self._objects.put_chunk(f"{self._group}/{name}", self._arrays[name], index, values)
 
@@ -208,6 +214,7 @@ class Writer:
         self._dense_sizes: dict[str, int] = {}
         self._tensors: list[dict[str, Any]] = []
         self._blobs: list[dict[str, Any]] = []
+        self._extra: dict[str, int] | None = None
         self._statistics: dict[str, dict[str, dict[str, Any]]] = {}
 
     def __enter__(self) -> Self:
@@ -272,6 +279,10 @@ class Writer:
         """Store opaque bytes."""
         self._blobs.append({"name": name, **self.put_span(data)})
 
+    def put_extra(self, data: bytes) -> None:
+        """Store the trainer's state that is too large for the manifest."""
+        self._extra = self.put_span(data)
+
     def put_span(self, data: bytes) -> dict[str, int]:
         """Store bytes in the `blob` array; return where."""
         offset = self._append("blob", np.frombuffer(data, np.uint8)) if data else 0
@@ -302,6 +313,7 @@ class Writer:
             parts=self._parts,
             dense=self._write_dense(),
         )
+        self._objects.wait()  # for the checksums
         data = pack_parts(document)
         self._objects.put(layout.part_file(self._number), [data])
         stored_bytes = self._objects.wait()
@@ -314,6 +326,7 @@ class Writer:
             blobs=self._blobs,
             tables=list(tables),
             statistics=self._statistics,
+            extra=self._extra,
         )
 
     def _put_large(self, part: PartSource) -> None:
@@ -384,8 +397,7 @@ class Writer:
 
     def _write_flat(self, name: str, arrays: Sequence[Array], total: int) -> ArrayEntry:
         chunk_rows = layout.balanced_chunk_rows(total, arrays[0].itemsize, self._chunk_bytes)
-        entry = chunks.entry_for(arrays[0].dtype.name, (total,), chunk_rows)
-        self._objects.put_array(name, entry)
+        entry = self._objects.put_array(name, chunks.entry_for(arrays[0].dtype.name, (total,), chunk_rows))
         for index, values in enumerate(_recut(arrays, chunk_rows)):
             self._objects.put_chunk(name, entry, index, values)
         return entry
@@ -413,9 +425,10 @@ def member_of(part: PartSource) -> Member:
 
 
 def _pieces(part: PartSource, encoder: blocks.Encoder, low: int, high: int) -> Iterator[EncodedRows]:
-    """Rows low..high-1, encoded in pieces; raw rows are cut no finer than the chunk."""
+    """Rows low..high-1, encoded in pieces where that takes memory beside theirs; raw rows are not cut."""
+    in_memory = part.rows is None and not part.transient and all(plan.device is None for plan in part.plans)
     source = max(1, sum(plan.row_bytes for plan in part.plans if plan.bits is not None))
-    step = max(1, _PIECE_BYTES // source)
+    step = high - low if in_memory else max(1, _PIECE_BYTES // source)
     for start in range(low, high, step):
         stop = min(start + step, high)
         rows = None if part.rows is None else part.rows[start:stop]

@@ -5,8 +5,9 @@
     checkrun tree my-run
 
 The log is generated: categories are drawn by Zipf's law, and a click depends on hidden vectors of the categories, so
-that there is something to learn. `--log FILE` reads one instead: Criteo's day files (a label, 13 numbers, 26 categories
-in hexadecimal, by tabs), or MovieLens' ratings (`ratings.csv`, or `u.data` with tabs).
+that there is something to learn. `--log FILE` reads one instead: Criteo's files (a label, 13 numbers, 26 categories in
+hexadecimal; by tabs, or by commas below a header), or MovieLens' ratings (a user, a film, a rating; `u.data` by tabs,
+`ratings.csv`, `ratings.dat`, or `ml-100k.inter` of the package `recbole`), where four stars and more count as clicks.
 
 Every sample is trained once, whatever happens: readers in other processes read up to the next checkpoint and no
 further, and go on from the batch that the checkpoint was taken at.
@@ -38,7 +39,7 @@ COLUMNS = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """`ids` number the samples; numbers (n, NUMBERS), categories (n, tables) and clicks (n,) are what they hold."""
+    """`ids` number the samples; numbers (n, any), categories (n, tables) and clicks (n,) are what they hold."""
 
     ids: Tensor
     numbers: Tensor
@@ -52,6 +53,7 @@ class GeneratedLog:
     def __init__(self, batch_size: int, seed: int = 2022) -> None:
         self.batch_size = batch_size
         self.rows = CATEGORIES
+        self.numbers = NUMBERS
         self._seed = seed
         hidden = torch.Generator().manual_seed(seed)
         self._vectors = [torch.randn(rows, 4, generator=hidden) for rows in CATEGORIES]
@@ -74,37 +76,42 @@ class GeneratedLog:
 
 
 class FileLog:
-    """Samples of a file in its order; categories are hashed into the tables."""
+    """Samples of a file in its order; categories are hashed into the tables.
+
+    Raises ValueError where the file is of neither format.
+    """
 
     def __init__(self, path: Path, batch_size: int) -> None:
         self.batch_size = batch_size
         self._path = path
         with path.open() as file:
-            fields = _fields(next(itertools.islice(file, 1, None)))
-        self.rows = (50_000,) * (26 if len(fields) > 10 else 2)
+            first = next((line for line in file if line[:1].isdigit()), "")
+        self._separator = next((s for s in ("\t", "::") if s in first), ",")
+        self._width = len(first.split(self._separator))
+        if self._width not in {3, 4, 40}:
+            raise ValueError(f"{path} has {self._width} fields: Criteo's logs have 40, MovieLens' ratings 3 or 4")
+        self.rows = (50_000,) * (26 if self._width == 40 else 2)
+        self.numbers = 13 if self._width == 40 else 1
 
     def __iter__(self) -> Iterator[Batch]:
         with self._path.open() as file:
-            samples = (_parsed(line, self.rows) for line in file if line[:1].isdigit())
+            samples = (self._parsed(line) for line in file if line[:1].isdigit())
             for number, some in enumerate(iter(lambda: list(itertools.islice(samples, self.batch_size)), [])):
                 numbers, categories, clicks = zip(*some, strict=True)
                 ids = torch.arange(len(some)) + number * self.batch_size
                 yield Batch(ids, torch.tensor(numbers), torch.tensor(categories), torch.tensor(clicks))
 
-
-def _fields(line: str) -> list[str]:
-    return line.rstrip("\n").split("\t" if "\t" in line else ",")
-
-
-def _parsed(line: str, rows: tuple[int, ...]) -> tuple[list[float], list[int], float]:
-    fields = _fields(line)
-    if len(fields) > 10:  # Criteo
-        numbers = [float(f or 0) for f in fields[1 : 1 + NUMBERS]]
-        named, click = fields[14:40], float(fields[0])
-    else:  # MovieLens
-        numbers, named, click = [0.0] * NUMBERS, fields[:2], float(float(fields[2]) >= 4)
-    scaled = [min(max(n, 0.0), 1e4) ** 0.25 for n in numbers]
-    return scaled, [zlib.crc32(name.encode()) % n for name, n in zip(named, rows, strict=True)], click
+    def _parsed(self, line: str) -> tuple[list[float], list[int], float]:
+        fields = line.rstrip("\r\n").split(self._separator)
+        if len(fields) != self._width:
+            raise ValueError(f"{self._path} has a line of {len(fields)} fields, not {self._width}: {line!r}")
+        if self._width == 40:  # Criteo
+            numbers = [float(f or 0) for f in fields[1:14]]
+            named, click = fields[14:], float(fields[0])
+        else:  # MovieLens
+            numbers, named, click = [0.0], fields[:2], float(float(fields[2]) >= 4)
+        scaled = [min(max(n, 0.0), 1e4) ** 0.25 for n in numbers]
+        return scaled, [zlib.crc32(name.encode()) % n for name, n in zip(named, self.rows, strict=True)], click
 
 
 class Reader(IterableDataset[Batch]):
@@ -127,12 +134,12 @@ class Reader(IterableDataset[Batch]):
 class DLRM(nn.Module):
     """Numbers through one network, categories as vectors, products of all pairs through another."""
 
-    def __init__(self, rows: tuple[int, ...]) -> None:
+    def __init__(self, rows: tuple[int, ...], numbers: int = NUMBERS) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(n, COLUMNS, mode="sum", sparse=True) for n in rows)
         for table in self.tables:
             nn.init.normal_(table.weight, std=0.1)  # products of rows of torch's N(0, 1) are noise that hides the rule
-        self.bottom = nn.Sequential(nn.Linear(NUMBERS, 32), nn.ReLU(), nn.Linear(32, COLUMNS), nn.ReLU())
+        self.bottom = nn.Sequential(nn.Linear(numbers, 32), nn.ReLU(), nn.Linear(32, COLUMNS), nn.ReLU())
         self.register_buffer("pairs", torch.combinations(torch.arange(len(rows) + 1)).T, persistent=False)
         self.top = nn.Sequential(nn.Linear(COLUMNS + self.pairs.shape[1], 64), nn.ReLU(), nn.Linear(64, 1))
 
@@ -149,9 +156,9 @@ class DLRM(nn.Module):
 class Trainer:
     """A model, its optimizers, and what they do with a batch."""
 
-    def __init__(self, rows: tuple[int, ...]) -> None:
+    def __init__(self, rows: tuple[int, ...], numbers: int = NUMBERS) -> None:
         torch.sparse.check_sparse_tensor_invariants.disable()  # else Adagrad warns that it could be enabled
-        self.model = DLRM(rows)
+        self.model = DLRM(rows, numbers)
         others = [*self.model.bottom.parameters(), *self.model.top.parameters()]
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "tables": torch.optim.Adagrad(self.model.tables.parameters(), lr=0.05),
@@ -187,7 +194,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     log = GeneratedLog(options.batch_size) if options.log is None else FileLog(options.log, options.batch_size)
-    trainer = Trainer(log.rows)
+    trainer = Trainer(log.rows, log.numbers)
     budget, mean = ReaderBudget(), 0.0
 
     def trainer_state() -> dict[str, Any]:

@@ -21,7 +21,15 @@ from checkrun_format.testing import servers
 settings.register_profile("default", deadline=None, max_examples=50)
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True, database=None)
 settings.register_profile("nightly", deadline=None, max_examples=5000, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
+settings.load_profile(PROFILE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Hours are meant: no test of the nightly profile is stopped for the time that it takes."""
+    if PROFILE == "nightly":
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0), append=False)
 
 
 @functools.cache

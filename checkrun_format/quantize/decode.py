@@ -161,6 +161,7 @@ def _part(selection: slice | Numbers, piece: slice) -> slice | Numbers:
 
 _NOTHING: Numbers = np.zeros(0, np.int64)
 _KINDS: dict[str, tuple[int, type[Any]]] = {"float32": (0, np.float32), "float64": (1, np.float64)}
+_NO_HALVES, _NO_SINGLES, _NO_DOUBLES = np.empty(0, np.uint16), np.empty(0, np.float32), np.empty(0, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +177,31 @@ class _Place:
     def flats(self) -> list[Array]:
         """The run as the one of three kinds that it is of, and nothing of the others."""
         kind, viewed = _KINDS.get(self.dtype, (2, np.uint16))
-        flats: list[Array] = [np.empty(0, np.float32), np.empty(0, np.float64), np.empty(0, np.uint16)]
+        flats: list[Array] = [_NO_SINGLES, _NO_DOUBLES, _NO_HALVES]
         flats[kind] = self.flat.view(viewed)
         return flats
 
 
 def _place(out: Array) -> _Place | None:
     """None where the rows of `out` are not runs of aligned numbers in the machine's order."""
-    size, (across, along) = out.itemsize, out.strides
+    size, (across, along), flags = out.itemsize, out.strides, out.flags
     regular = along == size or out.shape[1] == 1
-    if not regular or across % size or not out.flags.aligned or not out.dtype.isnative or not out.size:
+    if not regular or across % size or not flags.aligned or not out.dtype.isnative or not out.size:
         return None
+    if flags.c_contiguous:
+        return _Place(out.reshape(-1), dtypes.name_of(out.dtype), 0, out.shape[1])
     upright = out if across >= 0 else out[::-1]
     span = (len(out) - 1) * abs(across) // size
     flat = np.lib.stride_tricks.as_strided(upright, (span + out.shape[1],), (size,))
-    return _Place(flat, out.dtype.name, 0 if across >= 0 else span, across // size)
+    return _Place(flat, dtypes.name_of(out.dtype), 0 if across >= 0 else span, across // size)
 
 
 def _by_dtype(qparams: Array) -> tuple[Array, Array]:
     """The bits of float16, and float32: one of them is empty."""
     flat = qparams.reshape(-1)
     if flat.dtype == np.float16:
-        return flat.view(np.uint16), np.empty(0, np.float32)
-    return np.empty(0, np.uint16), flat
+        return flat.view(np.uint16), _NO_SINGLES
+    return _NO_HALVES, flat
 
 
 def nearest_codes(values: F32, qparams: Array, bits: int) -> U8:

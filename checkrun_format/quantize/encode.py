@@ -247,6 +247,7 @@ class _CompiledEncoding:
     search: Callable[..., None]
     write: Callable[..., float]
     widen: Callable[..., None]
+    direct: bool
     job: _Job
     codes: U8
     qparams: Array
@@ -254,19 +255,19 @@ class _CompiledEncoding:
     def __call__(self, piece: slice) -> tuple[int, float]:
         job, pairs = self.job, self.qparams[piece].reshape(-1)
         rows, half = len(pairs) // 2, pairs.dtype == np.float16
-        flat, columns = self._float32(job.values[piece]).reshape(-1), job.values.shape[1]
+        source, columns = self._source(job.values[piece]), job.values.shape[1]
         low, high, scale, bias = np.empty((4, rows), np.float32)
         negative, exact = np.empty((2, rows), np.uint8)
         name = job.method.name
         measured = (low, high, scale, bias)
-        self.measure(flat, columns, job.bits, name == "symmetric", half, *measured, negative, exact)
+        self.measure(*source, columns, job.bits, name == "symmetric", half, *measured, negative, exact)
         if name in _SEARCHING:
             greedily = name == "greedy"
-            self.search(flat, columns, job.bits, half, greedily, job.options, *measured, exact)
+            self.search(*source, columns, job.bits, half, greedily, job.options, *measured, exact)
         relative, absolute = _HALF_UNITS.get(job.dtype, (0.0, 0.0))
         wide = 2.0**-149 if job.dtype == "float64" else 0.0
         bound = self.write(
-            flat,
+            *source,
             columns,
             job.bits,
             (relative, absolute, wide, _CAST_LIMITS.get(job.dtype, np.inf)),
@@ -279,27 +280,33 @@ class _CompiledEncoding:
         )
         return int(np.count_nonzero(exact)), bound
 
-    def _float32(self, values: Array) -> F32:
+    def _source(self, values: Array) -> tuple[F32, Array, bool]:
+        """float32, the bits of 16 instead where the kernels read them, and whether those are of bfloat16."""
+        brain = self.job.dtype == "bfloat16"
         if self.job.dtype not in _HALF_UNITS:
-            if values.dtype == np.float32 and values.flags.c_contiguous:
-                return values
-            converted = engine.scratch(values.size).reshape(values.shape)
-            with np.errstate(all="ignore"):
-                converted[...] = values
-            return converted
-        halves = np.ascontiguousarray(values, dtype=dtypes.logical(self.job.dtype))
-        wide = engine.scratch(values.size).reshape(values.shape)
-        self.widen(halves.view(np.uint16).reshape(-1), self.job.dtype == "bfloat16", wide.reshape(-1))
-        return wide
+            if values.dtype != np.float32 or not values.flags.c_contiguous:
+                converted = engine.scratch(values.size).reshape(values.shape)
+                with np.errstate(all="ignore"):
+                    converted[...] = values
+                values = converted
+            return values.reshape(-1), np.empty(0, np.uint16), brain
+        halves = np.ascontiguousarray(values, dtype=dtypes.logical(self.job.dtype)).view(np.uint16).reshape(-1)
+        if self.direct:
+            return np.empty(0, np.float32), halves, brain
+        wide = engine.scratch(values.size)
+        self.widen(halves, brain, wide)
+        return wide, np.empty(0, np.uint16), brain
 
 
 def _compiled(kernels: ModuleType, job: _Job, codes: U8, qparams: Array) -> _CompiledEncoding:
     """Compiles what this job needs."""
-    names = {"measure": True, "search": job.method.name in _SEARCHING, "widen": job.dtype in _HALF_UNITS, "write": True}
+    direct = job.dtype in _HALF_UNITS and kernels.reads_halves(job.values.shape[1], job.dtype == "bfloat16")
+    widened = job.dtype in _HALF_UNITS and not direct
+    names = {"measure": True, "search": job.method.name in _SEARCHING, "widen": widened, "write": True}
     found: dict[str, Any] = {
         n: kernels.compiled(getattr(kernels, f"{n}_rows")) if needed else None for n, needed in names.items()
     }
-    return _CompiledEncoding(job=job, codes=codes, qparams=qparams, **found)
+    return _CompiledEncoding(job=job, codes=codes, qparams=qparams, direct=direct, **found)
 
 
 def _pieces(rows: slice, columns: int) -> Iterator[slice]:

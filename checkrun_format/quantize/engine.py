@@ -32,7 +32,13 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def set_threads(count: int | None) -> None:
-    """How many threads encode and decode; None: as many as the process may use processors.
+    """How many threads encode and decode, and read and write local files, taken together.
+
+    Parameters
+    ----------
+    count : int or None
+        None: as many as the process may use processors, and a few more for files. 1: whoever saves or loads does one
+        thing at a time, so that a save in the background takes one core.
 
     Raises
     ------
@@ -45,6 +51,11 @@ def set_threads(count: int | None) -> None:
     former, _threads, _pool = _pool, None if count is None else int(count), None
     if former is not None:
         former.shutdown(wait=False)
+
+
+def allowed_threads() -> int | None:
+    """What `set_threads` said."""
+    return _threads
 
 
 def threads() -> int:

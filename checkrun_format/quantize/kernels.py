@@ -16,17 +16,23 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from checkrun_format.packing import LINE
 from checkrun_format.quantize import lanes
-from checkrun_format.quantize.lanes import HAS_HALVES, LANES, ROWS
-from checkrun_format.quantize.lines import put_line, settle, whole_lines
+from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen_rows
+from checkrun_format.quantize.lanes import LANES
 from checkrun_format.quantize.trials import NARROWEST, RISK
+from checkrun_format.quantize.vectors import (
+    HAS_HALVES,
+    ROWS,
+    codes_of_brains,
+    codes_of_halves,
+    codes_of_row,
+    extremes_of_row,
+    singles_of_brains,
+    singles_of_halves,
+)
 
-I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
+I16, I32, U8, U16, U32, U64 = np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64
 F32, F64 = np.float32, np.float64
-
-BLOCK = 4096
-"""Elements of one block: 16 KiB of float32."""
 
 
 def given(dtype: Any) -> types.Array:
@@ -40,32 +46,13 @@ def filled(dtype: Any) -> types.Array:
 
 
 _SINGLE, _BYTE, _SIZE = types.float32, types.uint8, types.int64
-
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "measure_rows": (
-        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, *[filled(_SINGLE)] * 4, *[filled(_BYTE)] * 2,
-    ),
-    "search_rows": (
-        given(_SINGLE), _SIZE, _SIZE, types.boolean, types.boolean, given(_SINGLE), *[filled(_SINGLE)] * 4,
-        filled(_BYTE),
-    ),
-    "write_rows": (
-        given(_SINGLE), _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[filled(_SINGLE)] * 4,
-        *[filled(_BYTE)] * 3, filled(types.uint32), filled(types.uint64),
-    ),
-    "decode_rows": (
-        given(_BYTE), given(types.uint16), given(_SINGLE), given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2),
-        given(_SIZE),
-        filled(_SINGLE), filled(types.float64), filled(types.uint16), types.boolean,
-    ),
-    "widen_rows": (given(types.uint16), types.boolean, filled(_SINGLE)),
-}  # fmt: skip
+_SOURCE = given(_SINGLE), given(types.uint16), types.boolean
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this module, compiled."""
-    return compiled_as(function, [_SIGNATURES[function.__name__]])
+    """A function of `_SIGNATURES`, compiled."""
+    return compiled_as(function, [_SIGNATURES[function]])
 
 
 def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ...]]) -> Callable[..., Any]:
@@ -77,15 +64,26 @@ def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ..
         return numba.njit(list(signatures), **options)(function)
 
 
-# ---- encoding
+lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
+lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
 
 
-def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, negative, exact):
+def reads_halves(columns: int, brain: bool) -> bool:  # noqa: FBT001
+    """Whether `measure_rows`, `search_rows` and `write_rows` read rows of so many float16 or bfloat16 themselves."""
+    return columns >= ROWS and (brain or HAS_HALVES)
+
+
+def measure_rows(flat, halves, brain, columns, bits, symmetric, half, low, high, scale, bias, negative, exact):
     """The extremes of rows, and what `minmax` or `symmetric` makes of them.
 
     Parameters
     ----------
     flat : float32 array (n * columns,)
+    halves : uint16 array (n * columns,)
+        That of them which is not empty has the values, as float32 or as the bits of float16 or bfloat16; the latter
+        only for rows of at least ROWS columns, and float16 only if HAS_HALVES.
+    brain : bool
+        Which of the two.
     columns, bits : int
     symmetric, half : bool
         Which encoder; whether the qparams are float16.
@@ -94,7 +92,10 @@ def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, n
     negative, exact : uint8 array (n,)
         Are filled with 1 for rows that are all -0.0; that break DEC-5.
     """
-    _extremes(flat.view(I32), columns, exact.size, low, high, negative)
+    if halves.size:
+        _extremes_of_halves(halves, brain, columns, low, high, negative)
+    else:
+        _extremes(flat.view(I32), columns, low, high, negative)
     step, first = np.empty(exact.size, F64), np.empty(exact.size, F64)
     steps = F64(max((1 << bits) - 2, 1) if symmetric else (1 << bits) - 1)
     for r in range(exact.size):
@@ -111,19 +112,21 @@ def measure_rows(flat, columns, bits, symmetric, half, low, high, scale, bias, n
         exact[r] = U8(0) if reached <= 0.505 * step[r] else U8(1)
 
 
-def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exact, codes, halves, singles):
+def write_rows(
+    flat, halves, brain, columns, bits, cast, low, high, scale, bias, negative, exact, codes, pairs, singles
+):
     """Codes, packed, and qparams as they are stored; rows that must be exact (EXA-2).
 
     Parameters
     ----------
-    flat, columns, bits, low, high, scale, bias, negative, exact
+    flat, halves, brain, columns, bits, low, high, scale, bias, negative, exact
         As `measure_rows` has them, or with better scales and biases. `scale` and `bias` are used up.
     cast : tuple of four floats
         Half a unit in the last place of the cast of DEC-2, relative and absolute; what a float64 source adds to the
         bound; the smallest magnitude that overflows in the cast.
     codes : uint8 array (n * packed width,)
         Receives the packed codes.
-    halves, singles : uint32 and uint64 array (n,)
+    pairs, singles : uint32 and uint64 array (n,)
         That of them which is not empty receives the bits of scale and, above them, bias.
 
     Returns
@@ -134,9 +137,9 @@ def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exac
     top, rows = F32((1 << bits) - 1), exact.size
     _inexpressible(low, high, negative, scale, bias, top, F32(cast[3]), exact)
     bound = _bound(low, high, scale, bias, F64(top), cast, exact)
-    _store(scale, bias, exact, halves, singles)
+    _store(scale, bias, exact, pairs, singles)
     if bits == 8:
-        _codes(flat, columns, rows, scale, bias, top, codes, columns)
+        _codes(flat, halves, brain, 0, columns, scale, bias, top, codes, columns)
         return bound
     size = max(1, min(rows, BLOCK // columns))
     width = (columns * bits + 7) // 8
@@ -144,21 +147,20 @@ def write_rows(flat, columns, bits, cast, low, high, scale, bias, negative, exac
     buffer = np.zeros(size * stride, U8)
     for start in range(0, rows, size):
         count = min(size, rows - start)
-        block = flat[start * columns : (start + count) * columns]
         stop = start + count
-        _codes(block, columns, count, scale[start:stop], bias[start:stop], top, buffer, stride)
+        _codes(flat, halves, brain, start, columns, scale[start:stop], bias[start:stop], top, buffer, stride)
         _pack(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
     return bound
 
 
 @register_jitable
-def _extremes(ints, columns, rows, low, high, negative):
+def _extremes(ints, columns, low, high, negative):
     """The extremes of each row, zeros as +0.0; NaN if it has one; and whether all of a row is -0.0.
 
     The bits of floats are mapped to integers of the same order, -0.0 below +0.0, NaN at the ends.
     """
-    least, most = np.empty(rows, I32), np.empty(rows, I32)
-    for r in range(rows):
+    least, most = low.view(I32), high.view(I32)
+    for r in range(low.size):
         row = ints[r * columns : (r + 1) * columns]
         a, b = I32(0x7FFFFFFF), I32(-0x80000000)
         for j in range(columns):
@@ -168,15 +170,41 @@ def _extremes(ints, columns, rows, low, high, negative):
             b = max(b, ordered)
         least[r] = a
         most[r] = b
-    for r in range(rows):
+    for r in range(low.size):
         a, b = least[r], most[r]
         negative[r] = (a == -1) & (b == -1)
         least[r] = I32(a ^ I32(I32(a >> I32(31)) & I32(0x7FFFFFFF)))
         most[r] = I32(b ^ I32(I32(b >> I32(31)) & I32(0x7FFFFFFF)))
-    lows, highs = least.view(F32), most.view(F32)
+    for r in range(low.size):
+        low[r] += F32(0)
+        high[r] += F32(0)
+
+
+@register_jitable
+def _extremes_of_halves(halves, brain, columns, low, high, negative):
+    """`_extremes` of float16 or bfloat16, by their bits."""
+    rows, ints = low.size, halves.view(I16)
+    ends, wide = np.zeros(2 * rows + ROWS, I16), np.empty(2 * rows + ROWS, F32)
+    least, most = ends[:rows], ends[rows:]
     for r in range(rows):
-        low[r] = lows[r] + F32(0)
-        high[r] = highs[r] + F32(0)
+        extremes_of_row(ints, r * columns, columns, least, most, r)
+    for r in range(rows):
+        negative[r] = (least[r] == -1) & (most[r] == -1)
+    for n in range(ends.size):
+        ends[n] = I16(ends[n] ^ I16(I16(ends[n] >> I16(15)) & I16(0x7FFF)))
+    _singles(ends.view(U16), 0, ends.size, brain, wide, 0)
+    for r in range(rows):
+        low[r], high[r] = wide[r] + F32(0), wide[rows + r] + F32(0)
+
+
+@register_jitable
+def _singles(halves, start, count, brain, out, begin):
+    """At least ROWS float16 or bfloat16, by their bits, as float32."""
+    none = F32(0)
+    if brain:
+        singles_of_brains(halves, start, count, none, none, none, out, begin)
+    elif HAS_HALVES:
+        singles_of_halves(halves, start, count, none, none, none, out, begin)
 
 
 @register_jitable
@@ -225,7 +253,7 @@ def _to_halves(values, out):
         out[r] = -magnitude if v < 0 else magnitude
 
 
-def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, bias, exact):
+def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low, high, scale, bias, exact):
     """`refine` or `greedy`: better scale and bias for those rows where it finds them; many rows at a time.
 
     Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
@@ -242,7 +270,7 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         count = min(LANES, rows - start)
         for l in range(LANES):
             these[l] = min(start + l, rows - 1)
-        _normalize(flat, columns, these, low, inverse, values)
+        _normalize(flat, halves, brain, columns, these, low, inverse, values)
         if greedily:
             lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
         elif bits <= 4:
@@ -272,29 +300,30 @@ def search_rows(flat, columns, bits, half, greedily, options, low, high, scale, 
         )
         risks += better[r] == 2
     if risks:
-        _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
+        _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
     for r in range(rows):
         scale[r] = new_scale[r] if better[r] else scale[r]
         bias[r] = new_bias[r] if better[r] else bias[r]
 
 
-lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
-lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
-lanes_widen, lanes_narrow = lanes.widen, lanes.narrow
-lanes_codes, lanes_values, lanes_halves = lanes.codes_of_row, lanes.values_of_row, lanes.halves_of_row
-
-
 @register_jitable
-def _normalize(flat, columns, these, low, inverse, values):
+def _normalize(flat, halves, brain, columns, these, low, inverse, values):
     """LANES rows to lanes, in steps of `minmax`."""
     given, starts = np.empty(2 * LANES, F32), np.empty(LANES, np.int64)
+    wide = np.empty(LANES * columns if halves.size else 0, F32)
     for l in range(LANES):
         r = these[l]
         starts[l] = r * columns
         given[l] = low[r]
         given[LANES + l] = inverse[r]
+        if halves.size:
+            starts[l] = l * columns
+            _singles(halves, r * columns, columns, brain, wide, l * columns)
     for begin in range(0, LANES, ROWS):
         part = values[begin * columns : (begin + ROWS) * columns]
+        if halves.size:
+            lanes_normalize(wide, starts[begin:], columns, given[begin:], part)
+            continue
         if columns >= ROWS:
             lanes_normalize(flat, starts[begin:], columns, given[begin:], part)
             continue
@@ -305,7 +334,7 @@ def _normalize(flat, columns, these, low, inverse, values):
 
 
 @register_jitable
-def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
+def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
     """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
     given, errors = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
     these = np.empty(LANES, np.int64)
@@ -318,7 +347,7 @@ def _compare(flat, columns, top, low, inverse, scale, bias, new_scale, new_bias,
             continue
         for l in range(count, LANES):
             these[l] = these[0]
-        _normalize(flat, columns, these, low, inverse, values)
+        _normalize(flat, halves, brain, columns, these, low, inverse, values)
         for which in range(2):
             for l in range(LANES):
                 n = these[l]
@@ -393,13 +422,20 @@ def _add_halves(values, exact, pairs, shift):
 
 
 @register_jitable
-def _codes(flat, columns, rows, scale, bias, top, out, stride):
+def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
+    """The codes of rows from `first` on, as many as there are scales."""
     if columns >= ROWS:
-        for r in range(rows):
-            lanes_codes(flat, r * columns, columns, scale[r], bias[r], top, out, r * stride)
+        for r in range(scale.size):
+            begin = (first + r) * columns
+            if halves.size == 0:
+                codes_of_row(flat, begin, columns, scale[r], bias[r], top, out, r * stride)
+            elif brain:
+                codes_of_brains(halves, begin, columns, scale[r], bias[r], top, out, r * stride)
+            elif HAS_HALVES:
+                codes_of_halves(halves, begin, columns, scale[r], bias[r], top, out, r * stride)
         return
-    for r in range(rows):
-        row = flat[r * columns : (r + 1) * columns]
+    for r in range(scale.size):
+        row = flat[(first + r) * columns : (first + r + 1) * columns]
         line = out[r * stride : r * stride + columns]
         s, b = scale[r], bias[r]
         for j in range(columns):
@@ -468,266 +504,21 @@ def _folded(w, b):
     return (w & U64(0x00000000FFFFFFFF)) | ((w >> U64(32)) << (b + b + b + b))
 
 
-# ---- decoding
-
-
-def decode_rows(codes, halves, singles, positions, columns, bits, rows_out, places, single, double, half, brain):
-    """Decode rows into that one of three destinations which is not empty (DEC-1, DEC-2).
-
-    Parameters
-    ----------
-    codes : uint8 array (n * packed width,)
-    halves, singles : uint16 and float32 array (2n,)
-        That of them which is not empty has the qparams, as the bits of float16 or as float32.
-    positions : int64 array
-        Which of the n rows; empty: all, in order.
-    columns, bits : int
-    rows_out : tuple of two int
-        Where the first row begins in the destination, and how far it is to the next.
-    places : int64 array
-        To which row of the destination each one goes; empty: in order.
-    single, double : float32 and float64 array
-    half : uint16 array
-        The bits of float16, or of bfloat16.
-    brain : bool
-        Which of the two.
-    """
-    width = (columns * bits + 7) // 8
-    rows = positions.size or (halves.size + singles.size) // 2
-    size = max(1, min(rows, BLOCK // columns))
-    stride = columns if bits == 8 else width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
-    buffer, at = np.empty(size * stride, U8), np.empty(size, np.int64)
-    packed = np.empty((size * width + 7) // 8, U64).view(U8)
-    pairs, wide = np.empty(2 * size, U16), np.empty(2 * size, F32)
-    begin, step = rows_out
-    in_lines = places.size > 0 and whole_lines(single, begin, step, columns)
-    values = np.empty(size * columns if half.size else columns, F32)
-    lifted = np.empty(values.size, F32)
-    for start in range(0, rows, size):
-        count = min(size, rows - start)
-        if positions.size:
-            some = positions[start : start + count]
-            _gather(codes, width, some, packed)
-            _unpack(packed[: count * width], count, columns, bits, buffer)
-            _gather_pairs(halves, some, pairs)
-            _gather_pairs(singles, some, wide)
-        else:
-            _unpack(codes[start * width : (start + count) * width], count, columns, bits, buffer)
-            _copy(halves[2 * start :], pairs[: 2 * count])
-            _copy(singles[2 * start :], wide[: 2 * count])
-        if halves.size:
-            _widen(pairs[: 2 * count], brain=False, out=wide)
-        for k in range(count):
-            at[k] = begin + step * (places[start + k] if places.size else start + k)
-        if in_lines:
-            _affine_lines(buffer, stride, columns, count, wide, at, single, values)
-        elif single.size:
-            _affine_single(buffer, stride, columns, count, wide, at, single)
-        elif double.size:
-            _affine_double(buffer, stride, columns, count, wide, at, double)
-        else:
-            _affine_half(buffer, stride, columns, count, wide, at, half, brain, values, lifted)
-    settle()
-
-
-@register_jitable
-def _gather(codes, width, positions, out):
-    """Packed rows, one after another."""
-    if width % 8 == 0:
-        given_words, words, size = codes.view(U64), out.view(U64), width // 8
-        for k in range(positions.size):
-            row, line = given_words[positions[k] * size :], words[k * size : (k + 1) * size]
-            for w in range(size):
-                line[w] = row[w]
-    else:
-        for k in range(positions.size):
-            row, line = codes[positions[k] * width :], out[k * width : (k + 1) * width]
-            for w in range(width):
-                line[w] = row[w]
-
-
-@register_jitable
-def _gather_pairs(pairs, positions, out):
-    if pairs.size:
-        for k in range(positions.size):
-            out[2 * k], out[2 * k + 1] = pairs[2 * positions[k]], pairs[2 * positions[k] + 1]
-
-
-@register_jitable
-def _copy(source, out):
-    for k in range(min(source.size, out.size)):
-        out[k] = source[k]
-
-
-@register_jitable
-def _affine_lines(codes, stride, columns, rows, pairs, at, out, values):
-    """`_affine_single` for rows that are whole lines and far from one another.
-
-    Nothing in the loop may count references: that is atomic, and would wait for the lines.
-    """
-    for k in range(rows):
-        row = codes[k * stride : k * stride + columns]
-        s, b = pairs[2 * k], pairs[2 * k + 1]
-        for j in range(columns):
-            values[j] = F32(F32(F32(row[j]) * s) + b)
-        for j in range(0, columns, LINE // 4):
-            put_line(out, at[k] + j, values, j)
-
-
-@register_jitable
-def _affine_single(codes, stride, columns, rows, pairs, at, out):
-    if columns >= ROWS:
-        for k in range(rows):
-            lanes_values(codes, k * stride, columns, pairs[2 * k], pairs[2 * k + 1], F32(0), out, at[k])
-        return
-    for k in range(rows):
-        row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
-        s, b = pairs[2 * k], pairs[2 * k + 1]
-        for j in range(columns):
-            line[j] = F32(F32(F32(row[j]) * s) + b)
-
-
-@register_jitable
-def _affine_double(codes, stride, columns, rows, pairs, at, out):
-    for k in range(rows):
-        row, line = codes[k * stride : k * stride + columns], out[at[k] : at[k] + columns]
-        s, b = pairs[2 * k], pairs[2 * k + 1]
-        for j in range(columns):
-            line[j] = F64(F32(F32(F32(row[j]) * s) + b))
-
-
-@register_jitable
-def _affine_half(codes, stride, columns, rows, pairs, at, out, brain, values, lifted):
-    if HAS_HALVES and not brain and columns >= ROWS:
-        for k in range(rows):
-            lanes_halves(codes, k * stride, columns, pairs[2 * k], pairs[2 * k + 1], F32(0), out, at[k])
-        return
-    start = np.arange(rows) * columns
-    _affine_single(codes, stride, columns, rows, pairs, start, values)
-    together = True
-    for k in range(1, rows):
-        together &= at[k] - at[k - 1] == columns
-    size = rows * columns if together else columns
-    for k in range(1 if together else rows):
-        _narrow(values[k * size : (k + 1) * size], brain, lifted, out[at[k] : at[k] + size])
-
-
-@register_jitable
-def _unpack(packed, rows, columns, bits, out):
-    if bits == 8:
-        for n in range(packed.size):
-            out[n] = packed[n]
-    elif bits == 4:
-        pairs = out.view(U16)
-        for n in range(packed.size):
-            w = U16(packed[n])
-            pairs[n] = U16(w | U16(w << U16(4))) & U16(0x0F0F)
-    elif bits == 2:
-        fours = out.view(U32)
-        for n in range(packed.size):
-            w = U32(packed[n])
-            fours[n] = U32(w | U32(w << U32(6)) | U32(w << U32(12)) | U32(w << U32(18))) & U32(0x03030303)
-    elif bits == 1:
-        eights = out.view(U64)
-        for n in range(packed.size):
-            w = U64(packed[n])
-            w |= w << U64(28)
-            w |= w << U64(14)
-            w |= w << U64(7)
-            eights[n] = w & U64(0x0101010101010101)
-    else:
-        words = out.view(U64)
-        per_row, width = (columns + 7) // 8, (columns * bits + 7) // 8
-        if columns % 8 == 0:
-            _unpack_words(packed, bits, words[: rows * per_row])
-        else:
-            for r in range(rows):
-                _unpack_words(packed[r * width : (r + 1) * width], bits, words[r * per_row : (r + 1) * per_row])
-
-
-@register_jitable
-def _unpack_words(packed, bits, words):
-    b, size = U64(bits), U64(bits)
-    whole = U64(packed.size) // size
-    for g in range(whole):
-        o = U64(g) * size
-        w = U64(packed[o]) | (U64(packed[o + U64(1)]) << U64(8)) | (U64(packed[o + U64(2)]) << U64(16))
-        if bits > 3:
-            w |= (U64(packed[o + U64(3)]) << U64(24)) | (U64(packed[o + U64(4)]) << U64(32))
-        if bits > 5:
-            w |= U64(packed[o + U64(5)]) << U64(40)
-        if bits > 6:
-            w |= U64(packed[o + U64(6)]) << U64(48)
-        words[g] = _spread(w, b)
-    if whole < U64(words.size):
-        part, w = packed[whole * size :], U64(0)
-        for k in range(part.size):
-            w |= U64(part[k]) << U64(8 * k)
-        words[whole] = _spread(w, b)
-
-
-@register_jitable
-def _spread(w, b):
-    ones = (U64(1) << (b + b + b + b)) - U64(1)
-    w = (w & ones) | (((w >> (b + b + b + b)) & ones) << U64(32))
-    ones = ((U64(1) << (b + b)) - U64(1)) * U64(0x0000000100000001)
-    w = (w & ones) | (((w >> (b + b)) & ones) << U64(16))
-    ones = ((U64(1) << b) - U64(1)) * U64(0x0001000100010001)
-    return (w & ones) | (((w >> b) & ones) << U64(8))
-
-
-@register_jitable
-def _narrow(line, brain, lifted, out):
-    """Round float32 to the bits of bfloat16 or float16, to nearest, ties to even."""
-    bits = line.view(I32)
-    if brain:
-        for j in range(line.size):
-            b = U32(bits[j])
-            rounded = U32(U32(b + U32(0x7FFF)) + U32(U32(b >> U32(16)) & U32(1))) >> U32(16)
-            quiet = U32(U32(b >> U32(16)) | U32(0x40))
-            out[j] = U16(quiet if U32(b & U32(0x7FFFFFFF)) > U32(0x7F800000) else rounded)
-        return
-    if HAS_HALVES:
-        done = line.size // ROWS * ROWS
-        lanes_narrow(line, out, line.size // ROWS)
-        line, bits, out = line[done:], bits[done:], out[done:]
-    for j in range(line.size):
-        lifted[j] = F32(abs(line[j]) + F32(0.5))  # floats there are 2^-24 apart, as are subnormal halves
-    small = lifted.view(I32)
-    for j in range(line.size):
-        b = bits[j]
-        m = I32(b & I32(0x7FFFFFFF))
-        normal = I32(I32(I32(m - I32(112 << 23)) + I32(0xFFF)) + I32(I32(m >> I32(13)) & I32(1))) >> I32(13)
-        h = I32(small[j] - I32(0x3F000000)) if m < I32(0x38800000) else I32(normal)
-        h = I32(0x7C00) if m >= I32(0x477FF000) else h
-        h = I32(0x7E00) if m > I32(0x7F800000) else h
-        out[j] = U16(I32(h | I32(I32(b >> I32(16)) & I32(0x8000))))
-
-
-def widen_rows(halves, brain, out):
-    """float16 or bfloat16, by their bits, as float32."""
-    _widen(halves, brain, out)
-
-
-@register_jitable
-def _widen(halves, brain, out):
-    bits = out.view(I32)
-    if brain:
-        for j in range(halves.size):
-            bits[j] = I32(halves[j]) << I32(16)
-        return
-    if HAS_HALVES:
-        done = halves.size // ROWS * ROWS
-        lanes_widen(halves, out, halves.size // ROWS)
-        halves, bits, out = halves[done:], bits[done:], out[done:]
-    for j in range(halves.size):
-        h = I32(halves[j])
-        bits[j] = I32(I32(h & I32(0x7FFF)) << I32(13))
-    for j in range(halves.size):
-        out[j] = F32(out[j] * F32(2.0**112))  # exact, subnormal ones too
-    for j in range(halves.size):
-        h = I32(halves[j])
-        m = I32(h & I32(0x7FFF))
-        special = I32(I32(0x7F800000) | I32(I32(m & I32(0x3FF)) << I32(13)))
-        magnitude = special if m >= I32(0x7C00) else bits[j]
-        bits[j] = I32(magnitude | I32(I32(h & I32(0x8000)) << I32(16)))
+_SIGNATURES: dict[Callable[..., Any], tuple[Any, ...]] = {
+    measure_rows: (
+        *_SOURCE, _SIZE, _SIZE, types.boolean, types.boolean, *[filled(_SINGLE)] * 4, *[filled(_BYTE)] * 2,
+    ),
+    search_rows: (
+        *_SOURCE, _SIZE, _SIZE, types.boolean, types.boolean, given(_SINGLE), *[filled(_SINGLE)] * 4, filled(_BYTE),
+    ),
+    write_rows: (
+        *_SOURCE, _SIZE, _SIZE, types.UniTuple(types.float64, 4), *[filled(_SINGLE)] * 4,
+        *[filled(_BYTE)] * 3, filled(types.uint32), filled(types.uint64),
+    ),
+    decode_rows: (
+        given(_BYTE), given(types.uint16), given(_SINGLE), given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2),
+        given(_SIZE),
+        filled(_SINGLE), filled(types.float64), filled(types.uint16), types.boolean,
+    ),
+    widen_rows: (given(types.uint16), types.boolean, filled(_SINGLE)),
+}  # fmt: skip

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-ROWS = 16
-"""Rows whose columns lie side by side, a vector of the widest machines."""
+from checkrun_format.quantize.vectors import ROWS
 
 LANES = 2 * ROWS
 """Rows of a search: while one half waits for its sums, the other one adds."""
@@ -319,97 +317,3 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
                 swapped[row | distance] = builder.shuffle_vector(*pair, masks[1])
         vectors, distance = swapped, distance // 2
     return vectors
-
-
-_BYTES, _INTS = ir.VectorType(ir.IntType(8), ROWS), ir.VectorType(_INT, ROWS)
-
-
-def _by_row(convert: Callable[[Any, Any, Sequence[Any]], Any], given: Any, made: Any) -> Any:
-    """A function `f(source, start, columns, one, two, three, target, begin)` of a row of at least ROWS columns.
-
-    `convert` makes of ROWS elements, and of the three float32 numbers in vectors, those of the target. The last columns
-    are dealt with twice where ROWS does not divide their number.
-    """
-
-    def by_row(  # noqa: PLR0917
-        _: Any, source: Any, start: Any, columns: Any, one: Any, two: Any, three: Any, target: Any, begin: Any
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-            def pointer(index: int, at: Any, kind: Any) -> Any:
-                array = context.make_array(signature.args[index])(context, builder, arguments[index])
-                return builder.bitcast(builder.gep(array.data, [at]), kind.as_pointer())
-
-            numbers = [_spread(builder, arguments[n]) for n in (3, 4, 5)]
-            rows = ir.Constant(_INDEX, ROWS)
-            blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), rows)
-            last = builder.sub(arguments[2], rows)
-            with cgutils.for_range(builder, blocks) as loop:
-                column = builder.mul(loop.index, rows)
-                column = builder.select(builder.icmp_signed("<", column, last), column, last)
-                values = builder.load(pointer(0, builder.add(arguments[1], column), given), align=1)
-                place = pointer(6, builder.add(arguments[7], column), made)
-                builder.store(convert(builder, values, numbers), place, align=1)
-            return context.get_dummy_value()
-
-        return types.void(source, start, columns, one, two, three, target, begin), generate
-
-    return intrinsic(by_row)
-
-
-def _spread(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(_HALF, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * ROWS))
-
-
-def _code(builder: Any, values: Any, numbers: Sequence[Any]) -> Any:
-    """The nearest code to each value, by scale, bias and 2^bits - 1; 0 for NaN."""
-    scale, bias, top = numbers
-    zero = ir.Constant(_HALF, [0.0] * ROWS)
-    steps = builder.fdiv(builder.fsub(values, bias), scale)
-    steps = builder.select(builder.fcmp_ordered(">", steps, zero), steps, zero)
-    steps = builder.select(builder.fcmp_ordered("<", steps, top), steps, top)
-    kind = ir.FunctionType(_HALF, [_HALF])
-    rint = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{ROWS}f32")
-    return builder.trunc(builder.fptosi(builder.call(rint, [steps]), _INTS), _BYTES)
-
-
-def _value(builder: Any, codes: Any, numbers: Sequence[Any]) -> Any:
-    """float32(code) * scale, rounded, + bias, rounded (DEC-1)."""
-    product = builder.fmul(builder.sitofp(builder.zext(codes, _INTS), _HALF), numbers[0])
-    return builder.fadd(product, numbers[1])
-
-
-HAS_HALVES = any(llvm.get_host_cpu_features().get(name, False) for name in ("f16c", "fullfp16"))
-"""Whether the machine converts float16 itself; where it does not, LLVM would call what is not there."""
-
-_HALVES = ir.VectorType(ir.HalfType(), ROWS)
-
-
-def _converted(convert: Callable[[Any, Any], Any], given: Any, made: Any) -> Any:
-    """A function `f(source, target, blocks)` that converts vectors of ROWS elements."""
-
-    def converted(_: Any, source: Any, target: Any, blocks: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-            def data(index: int, kind: Any) -> Any:
-                array = context.make_array(signature.args[index])(context, builder, arguments[index])
-                return builder.bitcast(array.data, kind.as_pointer())
-
-            with cgutils.for_range(builder, arguments[2]) as loop:
-                values = builder.load(builder.gep(data(0, given), [loop.index]), align=2)
-                builder.store(convert(builder, values), builder.gep(data(1, made), [loop.index]), align=2)
-            return context.get_dummy_value()
-
-        return types.void(source, target, blocks), generate
-
-    return intrinsic(converted)
-
-
-widen = _converted(lambda builder, values: builder.fpext(values, _HALF), _HALVES, _HALF)
-narrow = _converted(lambda builder, values: builder.fptrunc(values, _HALVES), _HALF, _HALVES)
-
-codes_of_row = _by_row(_code, _HALF, _BYTES)
-values_of_row = _by_row(_value, _BYTES, _HALF)
-halves_of_row = _by_row(
-    lambda builder, codes, numbers: builder.fptrunc(_value(builder, codes, numbers), _HALVES), _BYTES, _HALVES
-)

@@ -31,7 +31,7 @@ How = Literal["before", "after", "truncate", "delay", "down", "late", "stop"]
 
 
 class MemoryStore(Store):
-    """A store in memory (STO-1, STO-2).
+    """A store in memory (STO-1, STO-2), for any number of threads.
 
     Attributes
     ----------
@@ -43,6 +43,7 @@ class MemoryStore(Store):
         self.url = "memory"
         self.durable = False
         self.objects: dict[str, bytes] = {}
+        self._creating = threading.Lock()
 
     def get(self, key: str) -> bytes | None:
         """The object, None if there is none."""
@@ -57,9 +58,10 @@ class MemoryStore(Store):
 
     def create(self, key: str, data: bytes) -> None:
         """Store an object if the key is free."""
-        if key in self.objects:
-            raise AlreadyExistsError(key)
-        self.objects[key] = data
+        with self._creating:
+            if key in self.objects:
+                raise AlreadyExistsError(key)
+            self.objects[key] = data
 
     def replace(self, key: str, data: bytes) -> None:
         """Store an object, over another if need be."""
@@ -71,11 +73,11 @@ class MemoryStore(Store):
 
     def folders(self) -> list[str] | None:
         """Names directly below the run."""
-        return list({key.partition("/")[0] for key in self.objects})
+        return list({key.partition("/")[0] for key in self.objects.copy()})
 
     def list(self, prefix: str) -> dict[str, int]:
         """Key and size of every object below a prefix."""
-        return {key: len(data) for key, data in self.objects.items() if key.startswith(f"{prefix}/")}
+        return {key: len(data) for key, data in self.objects.copy().items() if key.startswith(f"{prefix}/")}
 
     def sync(self, prefix: str) -> None:
         """Memory survives nothing; there is nothing to do."""

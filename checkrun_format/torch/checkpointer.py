@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import datetime as dt
 import logging
 import os
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,21 +17,24 @@ from torch import distributed as dist
 from torch import nn
 
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import InvalidInputError, SaveCancelledError, TrackingWarning
+from checkrun_format.errors import InvalidInputError, SaveCancelledError
 from checkrun_format.run import Run, open_run
 from checkrun_format.saving import Stage
-from checkrun_format.state import ALL, State, Table
-from checkrun_format.torch.content import Content, Stateful
-from checkrun_format.torch.inspection import Inspection, Sample
+from checkrun_format.state import State, Table
+from checkrun_format.torch.changes import Changes
+from checkrun_format.torch.content import Content, Fit, Stateful, Told, merged
+from checkrun_format.torch.inspection import Inspection
 from checkrun_format.torch.lookups import Tables, find_tables
 from checkrun_format.torch.optimizers import Optimizers, named_optimizers
 from checkrun_format.torch.pending import PendingSave
 from checkrun_format.torch.readers import ReaderBudget
+from checkrun_format.torch.schedule import Schedule
 from checkrun_format.torch.snapshot import Copier
-from checkrun_format.torch.tracker import Taken, Tracker
+from checkrun_format.torch.tracker import Tracker
 
 if TYPE_CHECKING:
-    from checkrun_format.torch.distributed.replicas import ReplicatedRun
+    from checkrun_format.torch.distributed.ranked import RankedRun
+    from checkrun_format.torch.torchrec import ShardedModel
 
 OnBusy: TypeAlias = Literal["wait", "skip", "cancel"]
 
@@ -50,7 +51,9 @@ class Restored:
     step : int or None
         Its step.
     extra
-        What the trainer gave as `extra`.
+        What the trainer gave as `extra`; on several ranks, what this one gave if as many ranks saved, else rank 0.
+    extras : tuple
+        What each rank that saved gave.
     problems : tuple of text
         What did not fit, and was left as it was; empty after a strict restore.
     """
@@ -58,6 +61,7 @@ class Restored:
     checkpoint: Checkpoint
     step: int | None
     extra: Any
+    extras: tuple[Any, ...]
     problems: tuple[str, ...] = ()
 
 
@@ -66,15 +70,19 @@ class Checkpointer:
 
     Tables are found by themselves: the weight of each `nn.Embedding` and `nn.EmbeddingBag`, and of whatever
     `register_lookups` adds. A table has its name in the state dict and the fields `weight` and the optimizer's state of
-    one value or row per row (`sum`, `exp_avg`, ...). All else are dense tensors, stored whole in each checkpoint.
+    one value or row per row (`sum`, `exp_avg`, ...). All else are dense tensors, stored whole in each checkpoint. Of a
+    `DistributedModelParallel` of TorchRec, the tables that it cut over the ranks are found, with the state of their
+    fused optimizers (`momentum1`, ...); see `checkrun_format.torch.torchrec.ShardedModel`.
 
     Parameters
     ----------
     run : Run, or address of one
         A run opened with mode "a", or what `open_run` takes: then `options` are its options (`policy`, `bits`, ...).
     model : nn.Module
+        Without the wrapper of replicas (`ddp.module`); a `DistributedModelParallel` as it is.
     optimizer : Optimizer, sequence of them, or mapping of names to them
-        Those that train the model. Their parameters must be the model's.
+        Those that train the model. Their parameters must be the model's. TorchRec's `CombinedOptimizer` and
+        `KeyedOptimizerWrapper` are taken apart; fused optimizers need not be given.
     tables : names, or mapping of names to how their rows change
         Names: just these are tables. A mapping is for parameters that are not found by themselves, or not right:
         `"lookups"`, `"marked"` (you name the rows with `mark`), `"all"` (any row may change in each step), `"dense"`
@@ -89,14 +97,12 @@ class Checkpointer:
         What `save_async` does while an earlier save goes on: wait for it, do without this one (rows stay noted), or
         give that one up.
     process_group, timeout
-        Where torch.distributed is initialized: the ranks that train replicas of the model, and how long one waits for
-        another. Each stores some of the rows, rows that any of them saw change are stored, rank 0 commits, and its
-        `extra` counts. All ranks make, save, restore and close at the same steps. Give the model without its wrapper
-        (`ddp.module`). For models that are cut over the ranks: `checkrun_format.torch.torchrec`, or the plug-in for
-        torch.distributed.checkpoint.
-    keep_memory : bool
-        Keep the memory that `save_async` copies into: as much as the model takes, once a base was saved. A base then
-        stalls training for less time, since touching fresh memory takes longer than the copy.
+        Where torch.distributed is initialized: the ranks that train together, and how long one waits for another. Each
+        stores some of the rows (of replicas a range, of a table that is cut over the ranks its shards), rows that any
+        of them saw change are stored, and rank 0 commits. All ranks make, save, restore and close at the same steps.
+        `extra` and `stateful` are each rank's own: restored by as many ranks, each gets back what it gave; by another
+        number, all get what rank 0 gave, and `Restored.extras` has all. Any number of ranks restores, in any sharding.
+        For models that are cut otherwise (FSDP, DTensor): the plug-in for torch.distributed.checkpoint.
 
     Raises
     ------
@@ -126,38 +132,34 @@ class Checkpointer:
         on_busy: OnBusy = "wait",
         process_group: dist.ProcessGroup | None = None,
         timeout: dt.timedelta = dt.timedelta(minutes=10),
-        keep_memory: bool = False,
         **options: Any,
     ) -> None:
-        self._every = _checked_interval(every, budget)
+        self._schedule = Schedule(every, budget)
         self._on_busy = _checked_on_busy(on_busy)
+        sharded, model, named = _of_model(model, optimizer)
         found = find_tables(model, tables)
-        self._content = Content(model, named_optimizers(optimizer), found, stateful or {})
+        self._content = Content(model, named, found, stateful or {}, sharded)
         if isinstance(run, Run) and options:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
         self._opened, self._closed = not isinstance(run, Run), False
-        self.run: Run | ReplicatedRun = _of_ranks(run, options, process_group, timeout)
+        self.run: Run | RankedRun = _of_ranks(run, options, process_group, timeout, sharded)
         optimizers = self._content.optimizers.optimizers.values()
         self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
-        if self._has_replicas:  # gradients reach rows that another rank looked up
+        if sharded is not None:
+            self.tracker.add(sharded.records, sharded.hooks())
+        if not isinstance(self.run, Run):  # gradients reach rows that another rank looked up
             self.tracker.take_from_gradients()
+        self._changes = Changes(self.tracker, sharded, self._content.fields)
         self._optimizer_handles = [
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded) for optimizer in optimizers
         ]
         self.step = 0
         """Steps done so far; of the restored checkpoint, to begin with."""
-        self._budget = budget
-        self._copier = Copier(keep=keep_memory)
+        self._copier = Copier()
         self._pending: PendingSave | None = None
-        self._taken: dict[str, Taken] = {}
         self._dropped: tuple[str, ...] = ()
-        self._continues = False
         self._origin: int | None = None
-        self._sample: Sample | None = None
-        self._sampled = False
-        self._warned: set[str] = set()
-        self._saved_at = time.monotonic()
-        self._allow_readers()
+        self._schedule.allow(self.step)
 
     def __enter__(self) -> Self:
         return self
@@ -176,7 +178,7 @@ class Checkpointer:
     @property
     def tables(self) -> list[str]:
         """Names of the tables."""
-        return list(self.tracker.tables)
+        return self._changes.tables
 
     # Which rows changed -----------------------------------------------------------------------------------------------
 
@@ -187,21 +189,13 @@ class Checkpointer:
         ----------
         table : name
         rows : integers of any shape (tensor, array or list), or checkrun_format.ALL
+            Of the whole table, on whichever rank they are.
 
         Raises
         ------
         InvalidInputError
         """
-        if table not in self.tracker.tables:
-            raise InvalidInputError(f"mark: there is no table {table!r}; there are {', '.join(self.tables) or 'none'}")
-        if rows is ALL:
-            self.tracker.tables[table].mark_all("mark() said so")
-        else:
-            try:
-                given = torch.as_tensor(rows)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise InvalidInputError(f"table {table!r}, mark: no row numbers: {error}") from error
-            self.tracker.tables[table].mark(given if given.numel() else given.to(torch.int64))
+        self._changes.mark(table, rows)
 
     def check(self) -> Inspection:
         """Compare the rows noted with those that really change while some steps are trained.
@@ -245,7 +239,7 @@ class Checkpointer:
             self._take(state)
             checkpoint = self.run.save(state, step=number, dropped=self._dropped)
         except BaseException:
-            self._put_back()
+            self._changes.put_back()
             raise
         self._saved(checkpoint)
         return checkpoint
@@ -277,7 +271,10 @@ class Checkpointer:
         state, number = self._state(extra, copy=self._copier), self._numbered(step)
 
         def save(stage: Stage, check: Callable[[], None]) -> Checkpoint:
-            return self.run.save(state, step=number, dropped=self._dropped, stage=stage, check=check)
+            try:
+                return self.run.save(state, step=number, dropped=self._dropped, stage=stage, check=check)
+            finally:
+                self._copier.release()
 
         pending = PendingSave(number, save, lambda stored: self._copier.rows(stored, self._content.fields))
         try:
@@ -286,7 +283,7 @@ class Checkpointer:
             pending.start()
         except BaseException:
             pending.wait()
-            self._put_back()
+            self._changes.put_back()
             self._pending = None
             raise
         return pending
@@ -305,18 +302,11 @@ class Checkpointer:
         try:
             if self._pending is not None and self._pending.done():
                 self._settle("wait")
-            return self.save_async(extra=extra) if self._is_due() else None
+            due = self._schedule.is_due(self.step)
+            due = self._agreed(due) if self._schedule.by_time else due
+            return self.save_async(extra=extra) if due else None
         finally:
-            self._allow_readers()  # after a failure, too: whoever goes on must not wait for batches for ever
-
-    def _is_due(self) -> bool:
-        if isinstance(self._every, dt.timedelta):
-            return self._agreed(time.monotonic() - self._saved_at >= self._every.total_seconds())
-        return self._every is not None and self.step % self._every == 0
-
-    @property
-    def _has_replicas(self) -> bool:
-        return not isinstance(self.run, Run)
+            self._schedule.allow(self.step)  # after a failure, too: whoever goes on must not wait for batches for ever
 
     def _agreed(self, decision: object) -> bool:
         """What all ranks decide: rank 0's decision."""
@@ -325,11 +315,7 @@ class Checkpointer:
     @property
     def until_save(self) -> int | None:
         """Steps until `step_done` saves next; None if that is not known."""
-        return self._every - self.step % self._every if isinstance(self._every, int) else None
-
-    def _allow_readers(self) -> None:
-        if self._budget is not None and self.until_save is not None:
-            self._budget.allow(self.step + self.until_save)
+        return self._schedule.until_save(self.step)
 
     def _numbered(self, step: int | None) -> int:
         number = self.step if step is None else step
@@ -343,60 +329,22 @@ class Checkpointer:
         told = {"torch": self._content.document(), "extra": extra() if callable(extra) else extra}
         tensors = self._content.tensors()
         return State(
-            tables={name: Table(self._content.fields(name)) for name in self.tables},
+            tables={name: Table(self._content.fields(name)) for name in self.tracker.tables},
             tensors=tensors if copy is None else copy.tensors(tensors),
             extra=told,
         )
 
     def _take(self, state: State) -> None:
-        """Take what changed since the last save, and tell the state."""
-        self._saved_at = time.monotonic()
+        self._schedule.begun()
         if isinstance(self.run, Run) and self.run.origin != self._origin:
             self._dropped = ()  # of what was restored, where another save than one of these has landed
             self.tracker.mark_all("its Run has saved or restored something else meanwhile")
-        self._taken = self.tracker.changed()
-        self.tracker.clear(self._taken)  # whatever interrupts this: all of it is put back
-        if self._sample is not None:
-            for name in self._sample.missed(self._taken, self._content.fields):
-                reason = "a sample of its rows changed without being noted; Checkpointer.check() tells more"
-                self._taken[name] = dataclasses.replace(self._taken[name], whole=reason)
-            self._sample, self._sampled = None, True
-        elif not self._sampled:
-            self._sample = Sample(self.tracker.tables, self._content.fields)
-        for name, table in state.tables.items():
-            taken = self._taken[name]
-            table.changed = ALL if taken.whole is not None else taken.rows.cpu().numpy()
-        for kind, name in self.tracker.strangers(self._content.optimizers.optimizers.values()):
-            reason = f"{kind} trains table {name!r} and was not given to the Checkpointer: its state is not saved"
-            if reason not in self._warned:
-                self._warned.add(reason)
-                warnings.warn(reason, TrackingWarning, stacklevel=4)
-        if self._continues:
-            self._warn()
-
-    def _warn(self) -> None:
-        """Say, once for each reason, which tables are stored full."""
-        tables: dict[str, list[str]] = {}
-        for name, taken in self._taken.items():
-            if taken.whole is not None and self.tracker.tables[name].tracking != "all":
-                tables.setdefault(taken.whole, []).append(name)
-        for reason, names in tables.items():
-            if reason not in self._warned:
-                self._warned.add(reason)
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                warnings.warn(
-                    f"stored full, table {', '.join(map(repr, names[:3]))}{more}: {reason}",
-                    TrackingWarning,
-                    stacklevel=4,
-                )
-
-    def _put_back(self) -> None:
-        self.tracker.put_back(self._taken)
-        self._taken = {}
+        self._changes.take(state.tables)
+        self._changes.warn_of_strangers(self._content.optimizers.optimizers.values())
 
     def _saved(self, checkpoint: Checkpoint) -> None:
-        """What was taken is committed: go on from there."""
-        self._continues, self._taken, self._dropped, self._origin = True, {}, (), checkpoint.sequence
+        self._changes.saved()
+        self._dropped, self._origin = (), checkpoint.sequence
 
     def _settle(self, on_busy: OnBusy) -> bool:
         """End the save that goes on, as told; False if it is left alone. What it failed of is raised once."""
@@ -414,7 +362,7 @@ class Checkpointer:
         if failure is None:
             self._saved(pending.result())
         else:
-            self._put_back()
+            self._changes.put_back()
         self._pending = None
         if failure is not None and not pending.reported and not isinstance(failure, SaveCancelledError):
             failure.add_note(f"in the save of step {pending.step}, which went on in the background")
@@ -435,8 +383,7 @@ class Checkpointer:
             self._settle("wait")
         finally:
             self._closed = True
-            if self._budget is not None:
-                self._budget.close()
+            self._schedule.close()
             self.tracker.close()
             for handle in self._optimizer_handles:
                 handle.remove()
@@ -474,26 +421,32 @@ class Checkpointer:
         CheckpointNotFoundError
         DamagedError
             The model may hold anything.
+        RankError
+            Another rank failed; it says why.
         """
         self._settle("wait")
         self._content.check()
         chosen = self._chosen(checkpoint, missing_ok=missing_ok, fallback=fallback)
         if chosen is None:
             return None
-        extra, document = _taken_apart(chosen.extra)
-        fit = self._content.fit(chosen, document)
-        if strict and fit.problems:
-            raise InvalidInputError(
-                f"checkpoint {chosen.sequence} does not fit: {'; '.join(fit.problems[:10])}"
-                + (f"; and {len(fit.problems) - 10} more" if len(fit.problems) > 10 else "")
-                + " (strict=False reads what fits)"
-            )
+        with self._together("restore"):
+            rank, ranks = (0, 1) if isinstance(self.run, Run) else (self.run.rank, self.run.ranks)
+            told = Told.of(chosen.extra, rank, ranks)
+            fit = self._content.fit(chosen, told)
+            if strict:
+                _refuse_misfits(chosen, fit)
         self.tracker.mark_all("a restore has failed")  # as long as it has not succeeded
-        out = self._content.prepare(fit, chosen, document)
-        state = self.run.restore(chosen, tables=list(out.tables), out=out)
-        self._content.finish(state, document)
+        with self._together("restore"):
+            self._content.restore(fit, chosen, told)
+        self.run.restored_from(chosen)
         self._go_on_from(chosen, fit.partial)
-        return Restored(checkpoint=chosen, step=chosen.step, extra=extra, problems=fit.problems)
+        return Restored(
+            checkpoint=chosen, step=chosen.step, extra=told.extra, extras=told.extras, problems=fit.problems
+        )
+
+    def _together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """In which a failure of one rank is one of all."""
+        return contextlib.nullcontext() if isinstance(self.run, Run) else self.run.together(what)
 
     def _chosen(self, checkpoint: int | Checkpoint | None, *, missing_ok: bool, fallback: bool) -> Checkpoint | None:
         if fallback and checkpoint is not None:
@@ -505,19 +458,36 @@ class Checkpointer:
         if checkpoint is None:
             latest: Checkpoint = self.run.latest()
             return latest
-        return checkpoint if isinstance(checkpoint, Checkpoint) else self.run[checkpoint]
+        return self.run[checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint]
 
     def _go_on_from(self, checkpoint: Checkpoint, partial: Sequence[str]) -> None:
-        for table in self.tracker.tables.values():
-            table.forget()
-        for name in partial:
-            self.tracker.tables[name].mark_all("it was not restored as a whole")
-        self._dropped = tuple(name for name in checkpoint.tables if name not in self.tracker.tables)
-        self._sample, self._sampled = Sample(self.tracker.tables, self._content.fields), False
-        self._continues, self._origin = True, checkpoint.sequence
+        self._changes.restored(partial)
+        self._dropped = tuple(name for name in checkpoint.tables if name not in self.tables)
+        self._origin = checkpoint.sequence
         self.step = checkpoint.step or 0
-        self._saved_at = time.monotonic()
-        self._allow_readers()
+        self._schedule.begun()
+        self._schedule.allow(self.step)
+
+
+def _of_model(
+    model: nn.Module, optimizer: Optimizers
+) -> tuple[ShardedModel | None, nn.Module, Mapping[str, torch.optim.Optimizer]]:
+    """What TorchRec cut over the ranks, the model without its wrapper, and the other optimizers."""
+    if not (hasattr(model, "fused_optimizer") and hasattr(model, "plan")):
+        return None, model, named_optimizers(optimizer)
+    from checkrun_format.torch.torchrec import ShardedModel, plain_optimizers
+
+    sharded = ShardedModel(model)
+    return sharded, sharded.module, plain_optimizers(optimizer)
+
+
+def _refuse_misfits(checkpoint: Checkpoint, fit: Fit) -> None:
+    if fit.problems:
+        raise InvalidInputError(
+            f"checkpoint {checkpoint.sequence} does not fit: {'; '.join(fit.problems[:10])}"
+            + (f"; and {len(fit.problems) - 10} more" if len(fit.problems) > 10 else "")
+            + " (strict=False reads what fits)"
+        )
 
 
 def _of_ranks(
@@ -525,29 +495,14 @@ def _of_ranks(
     options: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
     timeout: dt.timedelta,
-) -> Run | ReplicatedRun:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
-        from checkrun_format.torch.distributed.replicas import ReplicatedRun
+    sharded: ShardedModel | None,
+) -> Run | RankedRun:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
+    if several or sharded is not None:
+        from checkrun_format.torch.distributed.ranked import RankedRun
 
-        return ReplicatedRun(run, options, process_group, timeout)
+        return RankedRun(run, options, process_group, timeout, sharded=sharded, merge=merged)
     return run if isinstance(run, Run) else open_run(run, "a", **options)
-
-
-def _taken_apart(extra: Any) -> tuple[Any, Mapping[str, Any]]:
-    """What the trainer gave as `extra`, and the document beside it; none in a checkpoint of somebody else."""
-    if isinstance(extra, dict) and isinstance(extra.get("torch"), dict) and "optimizers" in extra["torch"]:
-        return extra.get("extra"), extra["torch"]
-    return extra, {}
-
-
-def _checked_interval(every: object, budget: object) -> int | dt.timedelta | None:
-    whole = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-    if every is not None and not whole and not isinstance(every, dt.timedelta):
-        raise InvalidInputError(f"every={every!r}; a number of steps from 1 on, a timedelta, or None")
-    if budget is not None and not whole:
-        raise InvalidInputError("budget= needs every= in steps: readers are told how many batches there are until then")
-    assert every is None or isinstance(every, int | dt.timedelta)
-    return every
 
 
 def _checked_on_busy(on_busy: OnBusy) -> OnBusy:

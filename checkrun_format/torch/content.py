@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -17,10 +17,59 @@ from checkrun_format.torch.lookups import FoundTable
 from checkrun_format.torch.optimizers import OptimizerState, stored_tensors
 from checkrun_format.torch.values import from_json, to_json
 
+if TYPE_CHECKING:
+    from checkrun_format.torch.torchrec import ShardedModel
+
 Tensor = torch.Tensor
 
 _EXTRA_STATE = "_extra_state"
 """How the names end of what modules add to a state dict by `get_extra_state`: in any shape."""
+
+_OWN: Final = ("stateful", "sharded")
+"""Which keys of a document each rank has its own value of."""
+
+
+def merged(extras: Sequence[Any]) -> Any:
+    """One `extra` of those of all ranks: rank 0's, and of the others what each has its own of."""
+    others = [{"extra": told["extra"], **{key: told["torch"][key] for key in _OWN}} for told in extras[1:]]
+    return {**extras[0], "others": others} if others else extras[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a checkpoint's `extra` tells a rank.
+
+    Attributes
+    ----------
+    document : mapping
+        As `Content.document`.
+    extra
+        The trainer's own, of this rank if as many ranks saved, else of rank 0.
+    extras : tuple
+        Of all ranks that saved.
+    sharded : tuple of mapping
+        What `ShardedModel.document` was on each.
+    """
+
+    document: Mapping[str, Any]
+    extra: Any
+    extras: tuple[Any, ...]
+    sharded: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def of(cls, extra: Any, rank: int, ranks: int) -> Told:
+        """Of a checkpoint; of one of somebody else, that all of it is the trainer's."""
+        if not (isinstance(extra, dict) and isinstance(extra.get("torch"), dict) and "optimizers" in extra["torch"]):
+            return cls(document={}, extra=extra, extras=(extra,), sharded=({},))
+        document = extra["torch"]
+        all_ = [{"extra": extra.get("extra"), **document}, *extra.get("others", ())]
+        own = all_[rank if len(all_) == ranks else 0]
+        return cls(
+            document={**document, "stateful": own.get("stateful", {})},
+            extra=own["extra"],
+            extras=tuple(one["extra"] for one in all_),
+            sharded=tuple(one.get("sharded") or {} for one in all_),
+        )
 
 
 class Stateful(Protocol):
@@ -43,6 +92,8 @@ class Fit:
         What of either is not in the other.
     tables : mapping of text to int
         The tables that can be read, and how many of their rows are stored.
+    sharded : tuple of text
+        The tables cut over the ranks that can be read.
     tensors : tuple of text
         The dense tensors of the model that can be read.
     partial : tuple of text
@@ -51,6 +102,7 @@ class Fit:
 
     problems: tuple[str, ...]
     tables: Mapping[str, int]
+    sharded: tuple[str, ...]
     tensors: tuple[str, ...]
     partial: tuple[str, ...]
 
@@ -65,6 +117,8 @@ class Content:
     found : sequence of FoundTable
         The tables of the model.
     stateful : mapping of name to Stateful
+    sharded : ShardedModel, optional
+        The tables that are cut over the ranks.
     """
 
     def __init__(
@@ -73,6 +127,7 @@ class Content:
         optimizers: Mapping[str, Optimizer],
         found: list[FoundTable],
         stateful: Mapping[str, Stateful],
+        sharded: ShardedModel | None = None,
     ) -> None:
         for name, other in stateful.items():
             if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
@@ -83,6 +138,14 @@ class Content:
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._all = {name: parameter for parameter, name in names.items()}
         self.optimizers = OptimizerState(optimizers, names, self._parameters)
+        self._sharded = sharded
+        trained = {names[p] for o in optimizers.values() for group in o.param_groups for p in group["params"]}
+        for name in sorted(trained & self._sharded_tables.keys()):
+            raise InvalidInputError(
+                f"an optimizer holds {name!r}, which is sharded and trained by its fused optimizer: leave it out, as "
+                "by in_backward_optimizer_filter of torchrec"
+            )
+        self._entries()
 
     def check(self) -> None:
         """Refuse a model of which a parameter was replaced: its hooks and its optimizer hold the former one."""
@@ -94,9 +157,17 @@ class Content:
                 "make a new optimizer and a new Checkpointer"
             )
         self.optimizers.check()
+        if self._sharded is not None:
+            self._sharded.look()
+
+    @property
+    def _sharded_tables(self) -> Mapping[str, Any]:
+        return {} if self._sharded is None else self._sharded.tables
 
     def fields(self, name: str) -> dict[str, Tensor]:
-        """The fields of a table: `weight`, and its row-aligned optimizer state."""
+        """The fields of a table, or of a local shard of one: `weight`, and its row-aligned optimizer state."""
+        if self._sharded is not None and name in self._sharded.local:
+            return dict(self._sharded.local[name].fields)
         parameter = self._parameters[name]
         return {"weight": parameter.detach(), **self.optimizers.fields(parameter)}
 
@@ -121,12 +192,20 @@ class Content:
             "optimizers": self.optimizers.document(),
             "stateful": {name: to_json(o.state_dict(), f"the state of {name!r}") for name, o in self._stateful.items()},
             "model": {n: to_json(v, f"{n!r}") for n, v in self._entries().items() if not isinstance(v, Tensor)},
+            "sharded": None if self._sharded is None else self._sharded.document(),
         }
 
     def _entries(self) -> dict[str, Any]:
         """The state dict without the tables."""
         tables = set(self._parameters.values())
         entries = self._model.state_dict(keep_vars=True)
+        entries = {name: value for name, value in entries.items() if name not in self._sharded_tables}
+        for name, value in entries.items():
+            if hasattr(value, "local_shards") or hasattr(value, "device_mesh"):
+                raise InvalidInputError(
+                    f"{name!r} is a {type(value).__name__}, cut over the ranks: save it by the plug-in for "
+                    "torch.distributed.checkpoint, CheckrunWriter of checkrun_format.torch.distributed"
+                )
         return {name: value for name, value in entries.items() if not (isinstance(value, Tensor) and value in tables)}
 
     def _made(self) -> set[str]:
@@ -136,26 +215,44 @@ class Content:
 
     # Back again -------------------------------------------------------------------------------------------------------
 
-    def fit(self, checkpoint: Checkpoint, document: Mapping[str, Any]) -> Fit:
+    def fit(self, checkpoint: Checkpoint, told: Told) -> Fit:
         """Compare with a checkpoint; looks at names, shapes and dtypes only."""
+        document = told.document
         problems = self.optimizers.differences(document.get("optimizers", {}))
         stateful = document.get("stateful", {})
         problems += [f"the state of {n!r} is not in the checkpoint" for n in self._stateful if n not in stateful]
         problems += [f"the checkpoint's state of {n!r} was not asked for" for n in stateful if n not in self._stateful]
         tables, partial = {}, []
         for name, parameter in self._parameters.items():
-            told, rows = _fit_table(name, parameter, checkpoint)
-            problems += told
+            found, rows = _fit_table(name, parameter, checkpoint)
+            problems += found
             if rows is not None:
                 tables[name] = rows
-            if told:
+            if found:
                 partial.append(name)
-        problems += [f"table {n!r} is not in the model" for n in checkpoint.tables if n not in self._parameters]
+        misfits = {} if self._sharded is None else self._sharded.fit(checkpoint, told.sharded[0])
+        problems += [problem for found in misfits.values() for problem in found]
+        known = self._parameters.keys() | misfits.keys()
+        problems += [f"table {n!r} is not in the model" for n in checkpoint.tables if n not in known]
         model = {name: value for name, value in self._entries().items() if isinstance(value, Tensor)}
-        told, tensors = _fit_tensors(model, checkpoint, stored_tensors(document.get("optimizers", {})))
-        return Fit(problems=(*problems, *told), tables=tables, tensors=tensors, partial=tuple(partial))
+        missing, tensors = _fit_tensors(model, checkpoint, stored_tensors(document.get("optimizers", {})))
+        return Fit(
+            problems=(*problems, *missing),
+            tables=tables,
+            sharded=tuple(name for name, found in misfits.items() if not found),
+            tensors=tensors,
+            partial=(*partial, *(name for name, found in misfits.items() if found)),
+        )
 
-    def prepare(self, fit: Fit, checkpoint: Checkpoint, document: Mapping[str, Any]) -> State:
+    def restore(self, fit: Fit, checkpoint: Checkpoint, told: Told) -> None:
+        """Read what fits."""
+        out = self._prepare(fit, checkpoint, told.document)
+        state = checkpoint.load(tables=list(out.tables), out=out)
+        if self._sharded is not None:
+            self._sharded.restore(checkpoint, fit.sharded, told.sharded)
+        self._finish(state, told.document)
+
+    def _prepare(self, fit: Fit, checkpoint: Checkpoint, document: Mapping[str, Any]) -> State:
         """Make the optimizers' state as a fitting document tells; what is to be read into."""
         self.optimizers.prepare(document.get("optimizers", {}))
         tables = {}
@@ -174,7 +271,7 @@ class Content:
         }
         return State(tables=tables, tensors=model | state)
 
-    def finish(self, state: State, document: Mapping[str, Any]) -> None:
+    def _finish(self, state: State, document: Mapping[str, Any]) -> None:
         """Put back what was not read into tensors."""
         self.optimizers.finish(document.get("optimizers", {}), state.tensors)
         for name, told in document.get("stateful", {}).items():

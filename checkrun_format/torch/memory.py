@@ -11,22 +11,16 @@ import torch
 
 _PAGE = 2 << 20
 _ALIGNMENT = 64
-_SPARE_BYTES = 128 << 20
 
 
 class StagingMemory:
     """One piece of memory that the tensors of one save are cut from; on huge pages where the system offers them.
 
-    For a device its memory is pinned.
-
-    Parameters
-    ----------
-    keep : bool
-        Keep all that it ever used; else only as much as the save at hand needs, and 128 MiB.
+    Between two saves it is the system's to take, page by page, should memory run short (MADV_FREE); what has not been
+    taken is written again without a page fault. For a device its memory is pinned, and kept.
     """
 
-    def __init__(self, *, keep: bool = False) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._map: mmap.mmap | None = None
         self._used = 0
@@ -40,19 +34,23 @@ class StagingMemory:
         if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() != (device.type == "cuda"):
             self._memory = self._map = None  # before the new piece is made
             self._memory = self._fresh(math.ceil(size / _PAGE) * _PAGE, device)
-        elif self._map is not None and not self._keep:
-            end = math.ceil((size + _SPARE_BYTES) / _PAGE) * _PAGE
-            if hasattr(mmap, "MADV_DONTNEED") and end < len(self._map):
-                self._map.madvise(mmap.MADV_DONTNEED, end)
 
     def _fresh(self, size: int, device: torch.device) -> torch.Tensor:
         if device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._map = mmap.mmap(-1, max(size, _PAGE))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a system without huge pages
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = mmap.mmap(-1, max(size, _PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._advise("MADV_HUGEPAGE")
+        self._advise("MADV_DONTFORK")  # a page shared with a child would be copied once more when it is written
         return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Let the system have the memory if it needs it. Tensors must not be used any more."""
+        self._advise("MADV_FREE")
+
+    def _advise(self, advice: str) -> None:
+        if self._map is not None and hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # this system does not know it
+                self._map.madvise(getattr(mmap, advice))
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next tensor; its values are what happens to be there."""

@@ -25,17 +25,17 @@ _PIECE_BYTES = 64 << 20
 
 
 class Copier:
-    """Copies rows and tensors into memory that is used again by the next save; see `StagingMemory` for `keep`."""
+    """Copies rows and tensors into memory that is used again by the next save."""
 
-    def __init__(
-        self,
-        *,
-        keep: bool = False,
-        encode_on: Callable[[torch.device], bool] = lambda device: device.type != "cpu",
-    ) -> None:
+    def __init__(self, *, encode_on: Callable[[torch.device], bool] = lambda device: device.type != "cpu") -> None:
         self._encode_on = encode_on
-        self._of_tables = StagingMemory(keep=keep)
-        self._of_tensors = StagingMemory(keep=keep)
+        self._of_tables = StagingMemory()
+        self._of_tensors = StagingMemory()
+
+    def release(self) -> None:
+        """Say that the copies are not needed any more."""
+        self._of_tables.release()
+        self._of_tensors.release()
 
     def tensors(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of dense tensors."""

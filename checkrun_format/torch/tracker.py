@@ -58,6 +58,8 @@ class TouchedRows:
         Not zero where a row was touched since the last snapshot; on the device of the table.
     whole : str or None
         Why any row may have changed.
+    always : str or None
+        Why any row may change in each step.
     by_gradient : bool
         Whether rows are taken from gradients, too, because lookups were found that no hook sees.
     """
@@ -69,7 +71,8 @@ class TouchedRows:
         self.name = found.name
         self.parameter = found.parameter
         self.tracking = found.tracking
-        self.whole: str | None = "tables= says that any row may change" if found.tracking == "all" else None
+        self.always: str | None = "tables= says that any row may change" if found.tracking == "all" else None
+        self.whole = self.always
         self.by_gradient = False
         self.bitmap = torch.zeros(len(found.parameter), dtype=torch.uint8, device=found.parameter.device)
         self._states = states
@@ -90,7 +93,7 @@ class TouchedRows:
         rows = rows.detach().reshape(-1)
         if rows.device != self.bitmap.device:  # of a replica
             rows = rows.to(self.bitmap.device)
-        if self.bitmap.device.type == "cpu" and not torch.compiler.is_compiling():
+        if type(rows) is torch.Tensor and rows.device.type == "cpu" and not torch.compiler.is_compiling():
             # It takes less than half of what torch takes. (`rows.numpy()` would have torch never resize them again.)
             self.bitmap.numpy()[np.from_dlpack(rows)] = self._number
         else:
@@ -195,6 +198,11 @@ class TouchedRows:
             self._storages = [StorageWeakRef(s) for _, s in self._stores() if s is not None]  # type: ignore[no-untyped-call]
         self._seen = versions
 
+    @property
+    def waits_from(self) -> int:
+        """The lowest number of rows whose change is yet to come."""
+        return self._number
+
     # Snapshots --------------------------------------------------------------------------------------------------------
 
     def changed(self) -> Taken:
@@ -212,10 +220,10 @@ class TouchedRows:
 
     def clear(self, taken: Taken) -> None:
         """Forget what a snapshot took, apart from rows whose change is yet to come."""
-        _keep_only(self.bitmap, self._number)
+        _keep_from(self.bitmap, self.waits_from)
         if taken.reached.numel():  # as long as a gradient is there, the next step may use it
             self.bitmap[taken.reached] = self.bitmap[taken.reached].clamp_(min=_OLDEST)
-        self.whole = self.whole if self.tracking == "all" else None
+        self.whole = self.always
         self._steps = 0  # backward passes may come of graphs from before, whose rows are forgotten now
 
     def put_back(self, taken: Taken) -> None:
@@ -231,7 +239,7 @@ class TouchedRows:
         self._follow()
         self.bitmap.zero_()
         self.bitmap[gradient_rows(self.parameter)] = _OLDEST
-        self.whole = self.whole if self.tracking == "all" else None
+        self.whole = self.always
         self.see()
 
     def _follow(self) -> None:
@@ -254,13 +262,13 @@ def _nonzero(bitmap: torch.Tensor) -> torch.Tensor:
     return torch.nonzero(bitmap).squeeze(1)
 
 
-def _keep_only(bitmap: torch.Tensor, number: int) -> None:
-    """Set every byte to zero that is not `number`."""
+def _keep_from(bitmap: torch.Tensor, number: int) -> None:
+    """Set every byte to zero that is below `number`."""
     if bitmap.device.type == "cpu":
         values = bitmap.numpy()
-        np.multiply(values, values == number, out=values)
+        np.multiply(values, values >= number, out=values)
     else:
-        bitmap.mul_(bitmap == number)
+        bitmap.mul_(bitmap >= number)
 
 
 def gradient_rows(parameter: nn.Parameter) -> torch.Tensor:
@@ -370,6 +378,11 @@ class Tracker:
                 self._handles.append(module.register_forward_pre_hook(hook.before))
             self._handles.append(module.register_forward_hook(hook.after, with_kwargs=True))
 
+    def add(self, records: Mapping[str, TouchedRows], handles: Iterable[Any]) -> None:
+        """Records that are kept by other hooks, and these."""
+        self.tables |= records
+        self._handles += handles
+
     def close(self) -> None:
         """Take all hooks off."""
         _remove(self._handles)
@@ -395,7 +408,7 @@ class Tracker:
 
     def mark_all(self, reason: str, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Note that any row of the tables among these parameters, by default of all tables, may have changed."""
-        for table in self._tables_of(self._of if parameters is None else parameters):
+        for table in self.tables.values() if parameters is None else self._tables_of(parameters):
             table.mark_all(reason)
 
     def strangers(self, known: Iterable[Optimizer]) -> Iterator[tuple[str, str]]:

@@ -61,6 +61,30 @@ def same(one: list[np.ndarray[Any, Any]], other: list[np.ndarray[Any, Any]]) -> 
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+class Own:
+    """A state that each rank has its own of."""
+
+    value: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def misfit(checkpointer: Checkpointer, rank: Rank) -> list[str]:
+    """A checkpoint that fits on all ranks but one: what each raises."""
+    told: list[Any] = [None] * rank.world
+    try:
+        checkpointer.restore(strict=rank.number == 0)
+    except crf.CheckrunError as error:
+        dist.all_gather_object(told, f"{type(error).__name__}: {error}")
+    return [
+        "InvalidInputError" if one.startswith("InvalidInputError") else one.partition(": checkpoint")[0] for one in told
+    ]
+
+
 def replicas(rank: Rank) -> dict[str, Any]:
     """Save, save in the background while everything changes, restore into other objects, train on."""
     model, optimizer = made()
@@ -68,7 +92,7 @@ def replicas(rank: Rank) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": [], "same": []}
     with Checkpointer(path, model.module, optimizer, policy="consecutive") as checkpointer:
         train(model, optimizer, rank, 0)
-        first = checkpointer.save(1, extra={"of": rank.number})
+        first = checkpointer.save(1, extra={"of": rank.number, "large": "x" * 40_000})
         found["same"].append(same(stored(first), values(model, optimizer)))
         for step in (1, 2):
             train(model, optimizer, rank, step)
@@ -82,18 +106,26 @@ def replicas(rank: Rank) -> dict[str, Any]:
         third = checkpointer.save(6)
         found["rows"] = [c.table("user.weight").stored_rows for c in (first, second, third)]
         found["changes"] = sorted(int(r) for c in third.changes_since(2) for r in c.rows)
-        found["extra"] = first.extra["extra"]
         files = (path / "00000001" / first.commit.attempt).iterdir()
         found["blocks"] = sorted(p.name for p in files if p.name.startswith("block"))
     straight = values(model, optimizer)
     other, again = made(seed=rank.number)
-    with Checkpointer(path, other.module, again, policy="consecutive") as checkpointer:
-        restored = checkpointer.restore()
+    own = Own()
+    with Checkpointer(path, other.module, again, policy="consecutive", stateful={"own": own}) as checkpointer:
+        back = checkpointer.restore(1, strict=False)
+        assert back is not None
+        found["extra"], found["extras"] = back.extra, [extra["of"] for extra in back.extras]
+        found["misfit"] = misfit(checkpointer, rank)
+        restored = checkpointer.restore(strict=False)
         assert restored is not None
         found["restored"] = [restored.step, same(values(other, again), straight)]
         for one, its in ((model, optimizer), (other, again)):
             train(one, its, rank, 6)
-        fourth = checkpointer.save(7)
+        own.value = rank.number
+        fourth = checkpointer.save(7, extra={"of": rank.number})
+        own.value = None
+        checkpointer.restore()
+        found["own"] = own.value
         found["resumed"] = same(values(other, again), values(model, optimizer))
         found["rows"].append(fourth.table("user.weight").stored_rows)
         found["restores"] = fourth.commit.restores
@@ -142,7 +174,26 @@ def cancelled(checkpointer: Checkpointer, rank: Rank) -> bool:
     return len(set(how)) == 1 and how[0] in {"SaveCancelledError", "NoneType"}
 
 
-SCENARIOS = {f.__name__: f for f in (replicas, busy)}
+def quantized(rank: Rank) -> dict[str, Any]:
+    """Increments over one base store rows again; those that did not change since the predecessor keep their bits."""
+    model, optimizer = made()
+    path = rank.folder / "run"
+    found: dict[str, Any] = {"stored": [], "recent": [], "differing": []}
+    with Checkpointer(path, model.module, optimizer, bits=4, policy="one-shot") as checkpointer:
+        checkpointer.save(0)
+        for step in range(3):
+            train(model, optimizer, rank, step)
+            optimizer.zero_grad()
+            done = checkpointer.save(step)
+            number = done.sequence
+            before, now = (checkpointer.run[n].table("user.weight").read()["weight"] for n in (number - 1, number))
+            found["stored"].append(done.table("user.weight").stored_rows)
+            found["recent"].append(sorted(int(r) for c in done.changes_since(number - 1) for r in c.rows))
+            found["differing"].append((before != now).any(1).nonzero()[0].tolist())
+    return found
+
+
+SCENARIOS = {f.__name__: f for f in (replicas, busy, quantized)}
 
 if __name__ == "__main__":
     main(SCENARIOS)

@@ -25,7 +25,7 @@ import pytest
 
 import checkrun_format as crf
 from checkrun_format import chunks, layout, verify
-from checkrun_format.manifest import ArrayEntry, PartFile
+from checkrun_format.manifest import ArrayEntry, PartFile, parse_parts
 from checkrun_format.stores import LocalStore, Store
 from tests.property.strategies import MemoryStore
 
@@ -776,8 +776,9 @@ SOUND_BUT_WRONG: dict[str, tuple[int, str, Callable[[npt.NDArray[Any]], None]]] 
 
 
 @pytest.mark.parametrize("what", SOUND_BUT_WRONG)
-def test_contents_that_no_checksum_finds(fixture: Fixture, what: str) -> None:
+def test_contents_that_no_checksum_finds(fixture: Fixture, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CHK-3: what a writer got wrong; the audit names the object, or the one beside it that it contradicts."""
+    monkeypatch.setattr(chunks, "check_place", lambda *_: None)  # that writer's part file has this checksum
     number, name, change = SOUND_BUT_WRONG[what]
     key = f"{fixture.attempt_of(number)}/{name}"
     data = fixture.store.objects[key]
@@ -790,8 +791,9 @@ def test_contents_that_no_checksum_finds(fixture: Fixture, what: str) -> None:
     assert what.partition(":")[0] in found[0].message
 
 
-def test_recent_bits_of_parts_that_need_none() -> None:
+def test_recent_bits_of_parts_that_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """BLK-4: bits of parts that say 0 or 1 are zero; here of the second of two tables that share a block."""
+    monkeypatch.setattr(chunks, "check_place", lambda *_: None)
     store = AlteredStore()
     run = crf.open_run(store, "a", policy="one-shot")
     weight = np.zeros((9, 2), np.float32)
@@ -836,24 +838,33 @@ def test_a_run_that_is_copied_by_any_tool_is_the_same_run(fixture: Fixture, tmp_
 
 
 def test_chunks_of_one_array_that_changed_places(fixture: Fixture) -> None:
-    """What version 0.9 cannot find: a chunk's checksum does not say which chunk it is (`array_digests` is reserved).
-
-    Row numbers are the exception: they must increase, and `rows_first` repeats them (PRT-3, BLK-3).
-    """
+    """ZAR-5: each is whole, and its checksum is right; but it is not the one that the part file has."""
     prefix = f"{fixture.attempt_of(1)}/block-0-2"
-    verdicts = {}
-    for array, numbers in {"rows": (0, 2), "w.codes": (0, 2), "w.qparams": (0, 2), "v.values": (0, 2)}.items():
-        names = [f"{prefix}/{array}/c/{chunk}" for chunk in numbers]
+    for array in ("rows", "w.codes", "w.qparams", "v.values"):
+        names = [f"{prefix}/{array}/c/{chunk}" for chunk in (0, 2)]
         keys = [name if name in fixture.store.objects else f"{name}/0" for name in names]
         one, two = (fixture.store.objects[key] for key in keys)
         assert one != two
         assert array == "rows" or len(one) == len(two)  # compressed ones differ in size
         fixture.store.changed = {keys[0]: two, keys[1]: one}
-        verdicts[array] = bool(crf.open_run(fixture.store).verify(1))
-        if not verdicts[array]:
-            reading = fixture.readings["table many of 1"]
-            assert reading.operation(crf.open_run(fixture.store)) != reading.outcome
-    assert verdicts == {"rows": True, "w.codes": False, "w.qparams": False, "v.values": False}
+        problems = crf.open_run(fixture.store).verify(1)
+        assert {p.place for p in problems if p.kind == "damaged" and "ZAR-5" in p.message} == set(keys)
+        with pytest.raises(crf.DamagedError, match="another chunk is in its place") as caught:
+            fixture.readings["table many of 1"].operation(crf.open_run(fixture.store))
+        assert caught.value.place in keys
+
+
+def test_checksums_may_be_left_out_but_not_be_too_few(fixture: Fixture) -> None:
+    """5.5, ZAR-5."""
+    key = next(key for key in fixture.keys if re.match(rf"{fixture.attempt_of(1)}/parts-0", key))
+    document = json.loads(gzip.decompress(fixture.store.objects[key]))
+    entries = [entry for block in document["blocks"] for entry in block["arrays"].values()]
+    assert all(len(entry["checksums"]) == -(-entry["shape"][0] // entry["chunk_rows"]) for entry in entries)
+    del entries[0]["checksums"]
+    assert parse_parts(gzip.compress(json.dumps(document).encode()), "here").blocks[0].rows > 0
+    entries[-1]["checksums"].pop()
+    with pytest.raises(crf.DamagedError, match=r"here: array '.*' of \d+ chunks has \d+ checksums \(ZAR-5\)"):
+        parse_parts(gzip.compress(json.dumps(document).encode()), "here")
 
 
 def test_the_part_files_are_records_that_can_be_read(fixture: Fixture) -> None:

@@ -143,10 +143,10 @@ class MemoryStore(Store):
         self.objects.pop(key, None)
 
     def folders(self) -> list[str]:
-        return list({key.partition("/")[0] for key in self.objects})
+        return list({key.partition("/")[0] for key in self.objects.copy()})
 
     def list(self, prefix: str) -> dict[str, int]:
-        return {key: len(data) for key, data in self.objects.items() if key.startswith(f"{prefix}/")}
+        return {key: len(data) for key, data in self.objects.copy().items() if key.startswith(f"{prefix}/")}
 
     def sync(self, prefix: str) -> None:
         assert self.list(prefix)
@@ -268,6 +268,32 @@ def train(folder: Path, told: int, *, durable: bool) -> NoReturn:
         os.write(told, b"!")
         run.save(state(step), step=step)
         step += 1
+
+
+def kill_in_call(number: int, folder: Path, work: Callable[[Store], object], chance: random.Random) -> None:
+    """SIGKILL a child at a random time after its call of this number began; it gets no leave to begin another."""
+    leave, told = os.pipe(), os.pipe()
+    os.write(leave[1], b"." * number)
+
+    def ask(when: str, _number: int, _name: str, _arguments: tuple[Any, ...]) -> None:
+        if when == "before":
+            os.write(told[1], b"!")
+            os.read(leave[0], 1)
+
+    def obey() -> None:
+        store = FaultStore(LocalStore(folder, durable=False))
+        store.fault = ask
+        work(store)
+
+    child = fork(obey)
+    for _ in range(number):
+        assert select.select([told[0]], [], [], 60)[0], "the child does not get on"
+        assert os.read(told[0], 1) == b"!"
+    time.sleep(chance.uniform(0, 0.002))
+    os.kill(child, signal.SIGKILL)
+    assert ended(child) == -signal.SIGKILL
+    for end in (*leave, *told):
+        os.close(end)
 
 
 def seconds_of_a_save(folder: Path) -> float:
@@ -545,6 +571,36 @@ def test_a_copy_is_struck_at_every_call_of_the_store(before: Path, copy: str, er
         check_objects(inner, step if committed else 1)
         run.save(state(2), step=2)
         check_objects(inner, 2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_is_killed_at_a_random_time(before: Path, tmp_path: Path, copy: str) -> None:
+    """COM-1, RBK-1, CMP-1: SIGKILL in a compaction, a rollback, a takeover; it is there as a whole or not at all."""
+    chance, (act, step) = random.Random(8), COPIES[copy]
+    store = FaultStore(MemoryStore(objects_in(before)))
+    store.fault = lambda *_: None
+    act(opened(store))
+    create, calls = store.calls.index("create") + 1, len(store.calls)
+    chosen = sorted({*range(1, calls, max(1, calls // 12)), create - 1, create, create + 1, calls - 1})
+    for number in chosen:
+        folder = tmp_path / str(number)
+        shutil.copytree(before, folder)
+        kill_in_call(number, folder, lambda store: act(opened(store)), chance)
+        run = crf.open_run(folder, "a", durable=False, policy="consecutive")
+        committed = run.latest().sequence == 3
+        assert committed == (number > create) or number == create
+        assert [checkpoint.step for checkpoint in run.log()] == [0, 1, *[step] * committed]
+        for checkpoint in run.log():
+            assert_same(checkpoint.load(), state(checkpoint.step or 0))
+        problems = run.verify()
+        assert {problem.place for problem in problems} == litter_in(folder, [1, 2, 3])
+        assert {problem.kind for problem in problems} <= {"litter"}
+        restored = run.restore()
+        assert_same(restored, state(run.latest().step))
+        act(run)
+        assert_same(run.latest().load(), state(step))
+        assert run.latest().sequence == 3 + committed
 
 
 @pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""What a restore holds beside the arrays that it reads into."""
+"""What a restore holds beside the arrays that it reads into, and what a compaction holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS, COLUMNS = 1_700_000, 32
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_a_chain_is_restored_in_bounded_memory(tmp_path: Path, bits: int | None) -> None:
+def test_a_chain_is_restored_and_compacted_in_bounded_memory(tmp_path: Path, bits: int | None) -> None:
     """Less than the table takes: chunks on their way, those that are kept, and which rows are decided."""
     rng = np.random.default_rng(1)
     weight = rng.random((ROWS, COLUMNS), np.float32)
@@ -42,11 +42,13 @@ def test_a_chain_is_restored_in_bounded_memory(tmp_path: Path, bits: int | None)
     peaks, taken = [], np.zeros(0)
     tracemalloc.start()
     try:
-        for what in ("load", "take"):
+        for what in ("load", "take", "compact"):
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             if what == "load":
                 state = crf.open_run(tmp_path / "run").load(out=out)
+            elif what == "compact":
+                crf.open_run(tmp_path / "run", "a", durable=False).compact()
             else:
                 taken = crf.open_run(tmp_path / "run").latest().table("t").take(ids)["weight"]
             peaks.append((tracemalloc.get_traced_memory()[1] - before) / 2**20)
@@ -57,6 +59,10 @@ def test_a_chain_is_restored_in_bounded_memory(tmp_path: Path, bits: int | None)
     assert np.array_equal(found[ids], taken)
     assert peaks[0] < 192
     assert peaks[1] < 64
+    assert peaks[2] < 192
+    compacted = crf.open_run(tmp_path / "run").latest()
+    assert (compacted.sequence, compacted.parent) == (5, None)
+    assert np.array_equal(compacted.table("t").read()["weight"], found)
     shutil.rmtree(tmp_path / "run")  # the second reader would take its time
 
 

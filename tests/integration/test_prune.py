@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,8 +17,10 @@ import checkrun_format as crf
 from checkrun_format.chain import History
 from checkrun_format.pruning import Pruning
 from checkrun_format.stores import LocalStore, Store
+from checkrun_format.testing import Fault
+from checkrun_format.testing import FaultStore as Flaky
 from tests.integration import test_kill
-from tests.integration.test_kill import FaultStore, assert_same, ended, fork, objects_in, strike
+from tests.integration.test_kill import FaultStore, assert_same, objects_in, strike
 
 LAST = crf.Keep(last=1)
 
@@ -341,6 +340,50 @@ def test_a_staged_save_that_is_too_late_fails_by_name(objects: dict[str, bytes],
     assert check_all(inner) == [9]
 
 
+@pytest.mark.parametrize("call", ["save", "plan_save", "begin", "compact"])
+def test_a_writer_that_remembers_nothing_of_what_is_pruned_is_told_that_it_is_late(
+    objects: dict[str, bytes], call: str
+) -> None:
+    """HEA-3: the number is taken, whatever it finds missing first; told twice it says the same."""
+    run = restored(inner := MemoryStore(objects))
+    save_next(restored(inner), 8, parent=None)
+    prune_now(inner)
+    run._history._checkpoints.clear()
+    acts: dict[str, Callable[[], object]] = {
+        "save": partial(save_next, run, 8),
+        "plan_save": lambda: run.plan_save(state(8), step=8),
+        "begin": lambda: run.begin(writers=1, parent="latest"),
+        "compact": run.compact,
+    }
+    with pytest.raises(crf.ConcurrentCommitError, match="number 9 is taken"):
+        acts[call]()
+    with pytest.raises(crf.ConcurrentCommitError):
+        save_next(run, 8)
+    assert check_all(inner) == [9]
+
+
+@pytest.mark.parametrize("call", ["save", "begin"])
+def test_what_landed_after_all_and_then_was_all_that_others_left(objects: dict[str, bytes], call: str) -> None:
+    """HEA-3: a writer goes on from its own attempt, though a prune has removed what it thinks is the latest."""
+    store = Flaky(MemoryStore(objects), Fault(how="late"))
+    run = restored(store)
+    with pytest.raises(crf.StorageError):
+        save_next(run, 8, parent=None)
+    assert store.land() == "00000009/zarr.json"
+    prune_now(store.store)
+    assert check_all(store.store) == [9]
+    run._history._checkpoints.clear()
+    if call == "save":
+        save_next(run, 9)
+    else:
+        save = run.begin(writers=1, step=9)
+        assert (save.sequence, save.token["parent"]) == (10, 9)
+        writer = save.writer(0)
+        writer.put("t", {"weight": state(9).tables["t"]["weight"]}, rows=(0, 6), of=6)
+        save.commit([writer.finish()], extra={"step": 9})
+    assert check_all(store.store) == [9, 10]
+
+
 def test_a_reader_between_the_calls_of_a_prune_reads_the_same_bits_or_says_pruned(objects: dict[str, bytes]) -> None:
     """PRU-1, HEA-5: never `damaged`, never other values, never an older checkpoint as the latest."""
     read: set[str] = set()
@@ -447,43 +490,23 @@ def check_if_tagged(store: Store, may_dangle: bool) -> list[int]:
 
 
 @pytest.mark.timeout(60)
-def test_killed_at_a_random_time(tmp_path: Path) -> None:
+def test_killed_at_a_random_time(objects: dict[str, bytes], tmp_path: Path) -> None:
     """PRU-1: SIGKILL in a pruning process; survivors are whole, and the next prune leaves nothing behind."""
-    chance = random.Random(5)
-    template = MemoryStore({})
-    build(template, 8)
-    timed = write(tmp_path / "timed", template.objects)
-    start = time.monotonic()
-    prune_now(LocalStore(timed, durable=False))
-    longest = 1.5 * (time.monotonic() - start) + 0.005
-    interrupted = 0
-    for round_ in range(10):
-        folder = write(tmp_path / str(round_), template.objects)
-        ready, told = os.pipe()
-
-        def work(folder: Path = folder, told: int = told) -> None:
-            os.write(told, b"!")
-            prune_now(LocalStore(folder, durable=False))
-
-        child = fork(work)
-        assert os.read(ready, 1) == b"!"
-        time.sleep(chance.uniform(0, longest))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        if ended(child) == -signal.SIGKILL:
-            interrupted += 1
-        else:  # it was ready before the kill: the next one comes sooner
-            longest /= 2
-        os.close(ready)
-        os.close(told)
+    chance, calls = random.Random(5), calls_of(objects, prune_now)
+    markers, left = [number for number, name in enumerate(calls, 1) if name == "replace"], []
+    for number in sorted({*range(1, len(calls), 9), *markers[::2], len(calls) - 1}):
+        folder = write(tmp_path / str(number), objects)
+        test_kill.kill_in_call(number, folder, prune_now, chance)
         numbers = check_all(LocalStore(folder), litter=True)
-        assert set(numbers) >= {7, 8}
         assert numbers == [*range(1, numbers.index(7) + 1), 7, 8]
+        pruned = 8 - len(numbers)
+        assert sum(marker < number for marker in markers) <= pruned <= sum(marker <= number for marker in markers)
+        left.append(pruned)
         prune_now(LocalStore(folder))
         assert check_all(LocalStore(folder)) == [7, 8]
-        left = {key for key in objects_in(folder) if not key.startswith(("00000007/", "00000008/"))}
-        assert left == {"zarr.json", *(f"{number:08d}/zarr.json" for number in range(1, 7))}
-    assert interrupted > 0
+        keys = {key for key in objects_in(folder) if not key.startswith(("00000007/", "00000008/"))}
+        assert keys == {"zarr.json", *(f"{number:08d}/zarr.json" for number in range(1, 7))}
+    assert left == sorted(left) and left[0] == 0 and left[-1] == 6
 
 
 def write(folder: Path, objects: dict[str, bytes]) -> Path:

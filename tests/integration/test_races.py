@@ -804,6 +804,7 @@ def test_a_damaged_commit_above_the_latest_is_not_passed_over_in_silence(folder:
     with pytest.raises(crf.DamagedError, match=r"checkpoint 3.*by its number.*skip_damaged=True"):
         run.latest()
     assert tag_of(run.latest(skip_damaged=True).load()) == 2
+    assert tag_of(run.at(step=2, skip_damaged=True).load()) == 2
     assert tag_of(run[2].load()) == 2
     assert [(problem.place, problem.kind) for problem in run.verify(3)] == [("00000003/zarr.json", "damaged")]
     writer = open_writer(folder)
@@ -813,6 +814,26 @@ def test_a_damaged_commit_above_the_latest_is_not_passed_over_in_silence(folder:
     checkpoint = writer.save(tagged(4, changed=[1]))
     assert (checkpoint.sequence, checkpoint.parent, checkpoint.commit.predecessor) == (4, 2, 2)
     assert crf.open_run(folder).latest().sequence == 4
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_log_names_a_damaged_commit_and_goes_on_if_it_is_told_to(folder: Path, how: str) -> None:
+    """COM-5: as `checkrun ls` does, which lists it as damaged."""
+    writer = open_writer(folder)
+    for tag in (1, 2, 3, 4):
+        writer.save(tagged(tag), step=tag, parent=None)
+    commit = folder / "00000003/zarr.json"
+    commit.write_bytes(DAMAGE[how](commit.read_bytes()))
+    run, found = crf.open_run(folder), list[int]()
+    with pytest.raises(crf.DamagedError, match=r"checkpoint 3.*by its number.*skip_damaged=True") as caught:
+        found.extend(checkpoint.sequence for checkpoint in run.log())
+    assert (found, caught.value.place) == ([1, 2], "00000003/zarr.json")
+    assert [checkpoint.sequence for checkpoint in run.log(skip_damaged=True)] == [1, 2, 4]
+    assert [tag_of(checkpoint.load()) for checkpoint in run.log(skip_damaged=True)] == [1, 2, 4]
+    assert run.latest().sequence == 4
+    with pytest.raises(crf.DamagedError, match="skip_damaged=True"):
+        run.at(step=1)
+    assert run.at(step=1, skip_damaged=True).sequence == 1
 
 
 def test_a_number_that_is_damaged_in_mid_run_refuses_the_save(folder: Path) -> None:

@@ -14,7 +14,7 @@ import checkrun_format as crf
 from checkrun_format.torch.torchrec import _of_shard
 from tests.conformance.agreement import assert_agreement
 from tests.integration.ranks import Told, collect, run_group, start
-from tests.integration.torchrec_scenarios import KEYS
+from tests.integration.torchrec_scenarios import KEYS, MIXED
 
 FILE = "torchrec_scenarios.py"
 
@@ -48,10 +48,14 @@ def in_world(folder: Path, world: int, names: str) -> Told:
 
 @needs_torchrec
 def test_two_processes_save_and_one_is_killed(saved: dict[str, Any], folder: Path) -> None:
-    """Increments hold the rows that the tracker saw, and those of the forward before."""
-    assert saved["seen"].startswith("rank 1 did not answer within 5 s")
-    assert saved["stored"] == [[30, 30, 30], [8, 8, 8], [8, 8, 8]]
+    """Increments hold the rows that were looked up since the last save, each six of which some on both ranks."""
+    assert saved["seen"] == (
+        "RankError: rank 1 did not answer within 5 s: it died, hangs, or takes longer; nothing was committed"
+    )
+    assert saved["stored"] == [[30, 30, 30], [4, 4, 4], [4, 4, 4]]
+    assert sorted(saved["tables"]) == sorted(KEYS)
     assert saved["kinds"] == {"weight": 16, "momentum1": 2}
+    assert saved["moved"]
     run = crf.open_run(folder / "run")
     assert [c.sequence for c in run.log()] == [1, 2, 3]
     assert sorted(run.latest().tables) == sorted(KEYS)
@@ -59,23 +63,53 @@ def test_two_processes_save_and_one_is_killed(saved: dict[str, Any], folder: Pat
 
 
 @needs_torchrec
-@pytest.mark.parametrize(("world", "shards"), [(3, [6, 6, 4]), (1, [6])])
-def test_other_worlds_restore_the_same_bits(saved: dict[str, Any], folder: Path, world: int, shards: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("world", "shards", "others"), [(3, [6, 6, 4], "restored,dcp"), (1, [6], "restored,elementwise,mixed")]
+)
+def test_other_worlds_restore_the_same_bits(
+    saved: dict[str, Any], folder: Path, world: int, shards: list[int], others: str
+) -> None:
     """Sums of the table that is cut by columns follow the rule; a new cut is stored full, other tables go on."""
-    told = in_world(folder, world, "restored,dcp" if world == 3 else "restored,elementwise")
+    told = in_world(folder, world, others)
     for rank, held in zip(told["restored"], shards, strict=True):
         assert rank["wrong"] == []
         assert rank["held"] == held
-        assert (rank["number"], rank["extra"], rank["over"]) == (3, {"step": 2}, saved["over"])
+        assert (rank["number"], rank["over"]) == (3, saved["over"])
+        assert rank["extra"] == {"step": 2, "rank": 0}  # another number of ranks saved: rank 0's
+        assert rank["extras"] == [{"step": 2, "rank": 0}, {"step": 2, "rank": 1}]
         assert (rank["storage"], rank["restores"]) == (["changed", "changed", "full"], 1)
-        assert (rank["same_again"], rank["adam"]) == (True, 4.0)
+        assert (set(rank["steps"]), rank["rates"], rank["adam"]) == ({3}, [pytest.approx(0.1), 0.2], 3.0)
+        assert rank["clean"] == [0, 0, 0]  # nothing was trained since
+        assert rank["marked"] == [2, 2, 0]
+        assert "row 30 is not in a table of 30 rows" in rank["refused"]
+        assert rank["missed"] == [[], f"all rows that changed were noted, in {held // 2} tables\n"]
+        assert "optimizer is a SGD, in the checkpoint a Adam" in rank["misfit"]
+        assert rank["same_again"]
     assert_agreement(folder / f"world-{world}" / "run")
     for rank in told.get("dcp", []):
         assert rank["same"]
         assert rank["fields"] == [["weight", "momentum1"], ["weight", "momentum1"], ["weight"]]
         assert rank["storage"] == ["changed", "changed", "changed"]
     for rank in told.get("elementwise", []):
-        assert rank == {"fields": ["weight", "momentum1"], "same": True}
+        assert rank["fields"] == ["weight", "momentum1"]
+        assert (rank["same"], rank["storage"]) == (True, ["changed", "changed", "changed"])
+        assert "an optimizer holds 'ebc.embedding_bags.columns.weight', which is sharded" in rank["refused"]
+    for rank in told.get("mixed", []):
+        assert rank["tables"] == sorted(MIXED)
+        assert (rank["missed"], rank["right"]) == ([], True)
+        assert rank["shared"] == [f"stored full, table {name!r}" for name in sorted(MIXED[:2])]
+        assert rank["all"] == [True, True]
+        assert "the state of a WarmupOptimizer is not saved" in rank["refused"][0]
+        assert "is sharded, but no fused kernel of FBGEMM trains it: take the compute kernel" in rank["refused"][1]
+        assert rank["rows"] == [
+            [[1, 2, 3, 4], [1, 2], [1, 2]],
+            [[10, 11, 12, 13], [10, 12], [10, 12]],  # two forwards
+            [[10, 11, 12, 13], [10, 12], [10, 12]],  # both were waiting; now one is
+            [[12, 13], [12], [10, 12]],  # a step of the plain table's optimizer has gone over both
+            [[20, 21], [20], [20]],
+            [[20, 21], [20], [20]],  # it was waiting; now it is gone
+            [[], [], [20]],  # but the plain table's optimizer might still step
+        ]
 
 
 def test_the_rule_for_sums_of_column_shards() -> None:

@@ -173,6 +173,53 @@ def attempt(story: Story, action: str) -> str:
     return "saved"
 
 
+def save_by_two(story: Story) -> Checkpoint:
+    """Store over the latest checkpoint what changed since then, each writer some of it."""
+    rows, keys, gone = LOST
+    save = story.run.begin(writers=2, parent="latest")
+    first, second = save.writer(0), story.run.join(save.token).writer(1)
+    for writer, row in ((first, rows[0]), (second, rows[1])):
+        writer.put("dense", {"weight": story.weight[[row]]}, rows=[row], of=40, storage="changed")
+    values = np.array([story.values[key] for key in keys])
+    second.put("keyed", {"value": values}, keys=np.array(keys), storage="changed", deleted=np.array([gone]))
+    first.put_tensor("bias", np.ones(5))
+    return save.commit([second.finish(), first.finish()], extra={"rows": rows})
+
+
+@pytest.mark.parametrize("how", ["before", "after", "truncate", "down"])
+def test_a_call_of_a_save_by_several_writers_fails(how: Any) -> None:
+    """COM-4, HEA-3: it is there as a whole or not at all; begun anew, it commits."""
+    outcomes = set()
+    for k in itertools.count(1):
+        story = Story(FaultStore(MemoryStore()))
+        story.train(*LOST)
+        story.store.arm(Fault(at=k, how=how))
+        try:
+            story.commit(save_by_two(story))
+            outcome = "saved"
+        except ConcurrentCommitError:
+            outcome = "refused"
+        except (StorageError, DamagedError):
+            outcome = "failed"
+        fired = story.store.fired
+        story.store.arm(None)
+        outcomes.add(outcome)
+        if outcome == "refused":  # half a commit: the number is damaged, and passed over
+            story.run = story.open()
+            story.commit(story.save([], []))
+        elif story.is_committed(4):
+            story.told[4] = story.held()
+        else:
+            story.check()
+            story.commit(save_by_two(story))
+        story.check()
+        story.go_on("")
+        if not fired:
+            break
+    assert k > 20
+    assert outcomes == {"saved", "failed"} | ({"refused"} if how == "truncate" else set())
+
+
 @pytest.mark.parametrize("how", ["before", "after", "truncate", "down"])
 def test_a_call_of_a_prune_fails(how: Any) -> None:
     """PRU-1, PRU-2: what should stay is whole, and the next prune removes the rest; half a marker keeps those below."""
@@ -269,6 +316,39 @@ def test_the_process_is_stopped(tmp_path: Path, action: str) -> None:
         shutil.rmtree(tmp_path / str(k))
     assert exits == [-signal.SIGKILL] * (len(exits) - 1) + [0]
     assert committed == sorted(committed) and set(committed) == {False, True}
+
+
+def test_the_process_is_stopped_in_a_prune(tmp_path: Path) -> None:
+    """PRU-1: killed before any call of it: what should stay is whole, and the next prune removes the rest."""
+    exits, pruned = [], []
+    before = Story(FaultStore(MemoryStore()))
+    for parent in (None, "auto"):  # 4 is a base, 5 lies over it
+        before.commit(before.run.save(before.state([], []), parent=parent))
+    for k in itertools.count(1, 5):
+        story = before.copy()
+        assert isinstance(story.store.store, MemoryStore)
+        story.store.store.dump(tmp_path / str(k))
+        story.store = FaultStore(LocalStore(tmp_path / str(k), durable=False))
+        story.run = story.open()
+
+        def work(story: Story = story, k: int = k) -> None:
+            story.store.arm(Fault(at=k, how="stop"))
+            assert prune(story) == "pruned"
+
+        exits.append(exit_code(work))
+        pruned.append(story.forget())
+        story.check()
+        story.run = story.open()
+        assert prune(story) == "pruned"
+        story.forget()
+        assert set(story.told) == {4, 5}
+        story.run.restore()
+        story.go_on("")
+        shutil.rmtree(tmp_path / str(k))
+        if exits[-1] == 0:
+            break
+    assert exits == [-signal.SIGKILL] * (len(exits) - 1) + [0]
+    assert [len(gone) for gone in pruned] == sorted(map(len, pruned)) and pruned[0] == set() and pruned[-1] == {1, 2, 3}
 
 
 def calls_of(action: str) -> int:

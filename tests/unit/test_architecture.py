@@ -18,8 +18,8 @@ import checkrun_format
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "checkrun_format"
-COMPILED = {
-    f"{PACKAGE}.{name}" for name in ("movement.kernels", "quantize.kernels", "quantize.lanes", "quantize.lines")
+COMPILED = {f"{PACKAGE}.movement.kernels"} | {
+    f"{PACKAGE}.quantize.{name}" for name in ("decoding", "kernels", "lanes", "lines", "vectors")
 }
 TENSORS = {f"{PACKAGE}.quantize.tensors", f"{PACKAGE}.devices"}
 NOT_LOADED = {"click", "cupy", "jax", "jsonschema", "numba", "rich", "s3fs", "safetensors", "torch", "zarr"}

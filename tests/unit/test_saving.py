@@ -68,6 +68,33 @@ def test_only_what_is_stored_is_staged(tmp_path: Path) -> None:
     assert nothing.asked == [], "no row of the table is stored"
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["arrays", "a function"])
+def test_rows_are_those_of_the_table_as_it_was_given(tmp_path: Path, *, lazy: bool) -> None:
+    """Keys come in any order, and so do the rows that the caller is asked for."""
+    run = crf.open_run(tmp_path, "a", durable=False)
+    keys = np.random.default_rng(4).permutation(ROWS) - 50
+    held = {**values(), "sum": keys.astype(np.float32)}
+
+    def save(changed: Any) -> crf.Checkpoint:
+        table = crf.Table(held, keys=keys, changed=changed)
+        if lazy:
+            table = crf.Table.from_function(never, keys=keys, fields=SPEC, changed=changed)
+        return run.save(crf.State(tables={"t": table}), stage=Stage(held))
+
+    def check(made: crf.Checkpoint) -> None:
+        at = np.argsort(keys)
+        found = made.table("t").read()
+        assert {name: array.tobytes() for name, array in found.items()} == {n: a[at].tobytes() for n, a in held.items()}
+
+    check(save(None))
+    some = keys[[70, 3, 12]]
+    held = {name: array.copy() for name, array in held.items()}
+    held["weight"][[70, 3, 12]] += 1
+    made = save(some)
+    assert made.table("t").stored_rows == 3
+    check(made)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_rows_that_are_quantized_already(tmp_path: Path, bits: int) -> None:
     """As what is stored of the same codes when the rows are given, in pieces of a chunk."""

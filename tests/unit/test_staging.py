@@ -207,6 +207,25 @@ class TestCuts:
         assert done.tensor("none").shape == (0, 3)
         assert (done.blob("x"), done.blob("y")) == (b"one", b"two")
 
+    def test_a_large_extra(self) -> None:
+        """One writer stores what does not fit into the manifest."""
+        run, extra = new_run(), {"rng": ["é" * 40_000, 7]}
+        with run.begin(writers=2) as save:
+            writers = writers_of(save)
+            writers[1].put_extra(extra)
+            done = save.commit(finished(writers))
+        assert run.latest().extra == done.extra == extra
+        assert done._stored.manifest.extra is None
+        for other, told in ((extra, r"takes \d+ bytes; let one"), (1, "given twice")):
+            with run.begin(writers=2) as save:
+                writers = writers_of(save)
+                if other == 1:
+                    writers[0].put_extra(extra)
+                with pytest.raises(InvalidInputError, match=told):
+                    save.commit(finished(writers), extra=other)
+        with run.begin(writers=1) as save, pytest.raises(InvalidInputError, match="cannot carry"):
+            save.writer(0).put_extra({1, 2})
+
 
 def test_keyed_over_several_writers() -> None:
     """LAY-5: tombstones of a layer, in whichever part, apply before its rows."""

@@ -15,6 +15,8 @@ import torch
 import checkrun_format as crf
 from checkrun_format import Checkpoint, State, Table, TableView, dlpack
 from checkrun_format.errors import InvalidInputError, RowNotFoundError
+from checkrun_format.reader import Block
+from checkrun_format.rows import length
 
 Array = npt.NDArray[Any]
 Views = list[tuple[TableView, dict[str, Array]]]
@@ -334,6 +336,39 @@ class TestTheTable:
         for damaged in (slice(7, 9), slice(9, 11)):
             with pytest.raises(crf.DamagedError, match=r"weight\.values/c/[35]/0: the object is missing"):
                 view.read(rows=damaged)
+
+    @pytest.mark.parametrize("bits", [None, 8])
+    def test_what_newer_layers_supply_is_neither_read_nor_decoded(
+        self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, bits: int | None
+    ) -> None:
+        """RES-1: each row is decoded once, though all chunks are gone of which no row is wanted."""
+        folder, decoded = tmp_path_factory.mktemp("chain"), list[int]()
+        columns = 10 if bits is None else 40  # two rows a chunk
+        run = crf.open_run(folder, "a", durable=False, chunk_bytes=80, policy="consecutive", bits=bits)
+        values = np.arange(20.0 * columns, dtype=np.float32).reshape(20, columns) % 256
+        for changed in (None, [0, 1, 2, 3, 9], [2, 3, 4, 5, 9]):
+            values[changed or []] = 255 - values[changed or []]
+            run.save(State(tables={"t": Table({"weight": values}, changed=changed)}))
+        wanted = run.latest().table("t").read()["weight"]
+        assert np.abs(wanted - values).max() <= (0 if bits is None else 0.51)
+        name = "weight.values" if bits is None else "weight.codes"
+        for number, needed in ((1, {3, 4, 5, 6, 7, 8, 9}), (2, {0}), (3, {0, 1, 2})):
+            chunks = {int(path.parent.name): path for path in (folder / f"{number:08d}").rglob(f"{name}/c/*/0")}
+            assert len(chunks) == {1: 10, 2: 3, 3: 3}[number]
+            for index in chunks.keys() - needed:
+                chunks[index].unlink()
+        decode = Block.decode
+
+        def counted(block: Block, f: Any, field: Any, index: int, moves: Any, out: Any) -> None:
+            decoded.append(length(moves.positions))
+            decode(block, f, field, index, moves, out)
+
+        monkeypatch.setattr(Block, "decode", counted)
+        view = crf.open_run(folder).latest().table("t")
+        assert view.read()["weight"].tolist() == wanted.tolist()
+        assert sum(decoded) == 20
+        assert view.take([9, 0, 2])["weight"].tolist() == wanted[[9, 0, 2]].tolist()
+        assert sum(decoded) == 23
 
 
 class TestLoadInto:

@@ -565,7 +565,7 @@ class TestWhatElseHappens:
                 raise StorageError("no more")
 
             with monkeypatch.context() as patched:
-                patched.setattr(checkpointer.run, "restore", failing)
+                patched.setattr(crf.Checkpoint, "load", failing)
                 with pytest.raises(StorageError, match="no more"):
                     checkpointer.restore()
             assert model.user.weight[7].tolist() == [7] * 8
@@ -780,7 +780,7 @@ def setting(tmp_path: Path) -> Setting:
 OWNERS = {
     "tracker.clear": "tracker.Tracker.clear",
     "run.save": "checkpointer.Run.save",
-    "_warn": "checkpointer.Checkpointer._warn",
+    "_warn": "changes.Changes._warn",
 }
 
 
@@ -921,9 +921,7 @@ class TestInTheBackground:
         assert setting.begin(1).result(30).sequence == 2
         setting.assert_stored(2, setting.state())
 
-    @pytest.mark.parametrize(
-        "place", ["tracker.Tracker.clear", "checkpointer.Run.save", "checkpointer.Checkpointer._warn"]
-    )
+    @pytest.mark.parametrize("place", ["tracker.Tracker.clear", "checkpointer.Run.save", "changes.Changes._warn"])
     @pytest.mark.parametrize("background", [False, True])
     def test_an_interrupt_loses_nothing(
         self, setting: Setting, monkeypatch: pytest.MonkeyPatch, place: str, background: bool
@@ -996,7 +994,7 @@ class TestWhen:
         with Checkpointer(tmp_path, model, optimizers, every=dt.timedelta(hours=1), durable=False) as checkpointer:
             assert checkpointer.step_done(0) is None
             assert checkpointer.until_save is None
-            checkpointer._saved_at -= 3601
+            checkpointer._schedule._saved_at -= 3601
             pending = checkpointer.step_done(1)
             assert pending is not None
             assert pending.result(30).step == 2

@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkrun_format as crf
 from checkrun_format import devices, dlpack
+from checkrun_format.errors import InvalidInputError
 from checkrun_format.torch import Checkpointer
-from checkrun_format.torch.distributed.replicas import ReplicatedRun
+from checkrun_format.torch.distributed.ranked import RankedRun
 from checkrun_format.torch.snapshot import Copier
 
 
@@ -66,9 +69,26 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_rank")
+def test_a_model_that_is_cut_otherwise_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Shard(0)]))
+    with pytest.raises(InvalidInputError, match=r"'weight' is a DTensor, cut over .* CheckrunWriter"):
+        Checkpointer(tmp_path / "run", model, torch.optim.SGD(model.parameters()))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("_one_rank")
 def test_replicas(tmp_path: Path) -> None:
     weight, sums = torch.rand(100, 8), torch.rand(100)
-    run = ReplicatedRun(tmp_path, {"durable": False, "bits": 4}, None, dt.timedelta(seconds=20))
+    run = RankedRun(
+        tmp_path,
+        {"durable": False, "bits": 4},
+        None,
+        dt.timedelta(seconds=20),
+        sharded=None,
+        merge=lambda told: told[0],
+    )
 
     def saved(changed: Any) -> crf.Checkpoint:
         table = crf.Table({"weight": weight, "sum": sums}, changed=changed)

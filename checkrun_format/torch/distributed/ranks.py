@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from checkrun_format import layout
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, CheckrunError, InvalidInputError, RankError
 from checkrun_format.manifest import Record
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, Token
-from checkrun_format.state import ALL, All
+from checkrun_format.state import ALL, All, extra_json
 from checkrun_format.torch.distributed.shards import Choice, Shard, held_rows, inside, shared_tables
 
 _NONE: Ids = np.zeros(0, np.int64)
@@ -67,6 +68,8 @@ class Report(Record, frozen=True, kw_only=True):
     rows: dict[str, bytes]
     step: int | None = None
     """At which it saves, if it says so."""
+    extra: bytes | None = None
+    """Its trainer's state as JSON, if those of all ranks are stored."""
 
 
 class Order(Record, frozen=True, kw_only=True):
@@ -115,6 +118,7 @@ class Coordinator:
         self._save = save
         self._dropped = dropped
         self._extra = extra
+        self._extra_is_large = len(extra_json(extra)) > layout.MAX_INLINE_EXTRA
         self.order = order
 
     @classmethod
@@ -147,13 +151,14 @@ class Coordinator:
         whole = {table for report in reports for table in report.whole}
         # Of a table found to be shared just now, ranks have not told all that they know.
         whole |= {table for table in shared for told in reports if told.told is not None and table not in told.told}
+        cut = {h.table for report in reports for h in report.held if h.columns not in (None, (0, h.width))}
         storage, known, exact = {}, {}, []
         for table, told in fields.items():
             assert told.rows is not None
             outlook = save.outlook(table, rows=told.rows, fields=told)
             storage[table] = "full" if table in whole else outlook.storage
             known[table] = outlook.known_rows
-            if outlook.continues and table not in whole:
+            if outlook.continues and table not in whole and not (outlook.quantized and table in cut):
                 exact.append(table)
         order = Order(
             token=save.token,
@@ -177,13 +182,17 @@ class Coordinator:
 
     def writer(self, rank: int) -> StagedWriter:
         """The coordinator's own writer."""
-        return self._save.writer(rank)
+        writer = self._save.writer(rank)
+        if self._extra_is_large:
+            writer.put_extra(self._extra)
+        return writer
 
     def commit(self, part_lists: Sequence[Mapping[str, Any]], *, step: int | None = None) -> Checkpoint:
         """Commit what all ranks stored."""
         stored = {table["name"] for part_list in part_lists for table in part_list["tables"]}
         unchanged = [name for name, kind in self.order.storage.items() if kind == "changed" and name not in stored]
-        return self._save.commit(part_lists, unchanged=unchanged, dropped=self._dropped, extra=self._extra, step=step)
+        extra = None if self._extra_is_large else self._extra
+        return self._save.commit(part_lists, unchanged=unchanged, dropped=self._dropped, extra=extra, step=step)
 
 
 def _owners(reports: Sequence[Report]) -> dict[str, int]:
@@ -267,7 +276,9 @@ class Member:
         """The state was restored: nothing is pending."""
         self._pending, self._handed, self._attempt, self._storing, self._stored = {}, {}, None, {}, {}
 
-    def report(self, shards: Sequence[Shard], tensors: Iterable[str] = (), step: int | None = None) -> Report:
+    def report(
+        self, shards: Sequence[Shard], tensors: Iterable[str] = (), step: int | None = None, extra: bytes | None = None
+    ) -> Report:
         """What this rank tells the coordinator."""
         ranges, rows = held_rows(shards), {}
         for table, changed in self._pending.items():
@@ -284,6 +295,7 @@ class Member:
             told=None if self._shared is None else sorted(self._shared),
             rows=rows,
             step=step,
+            extra=extra,
         )
 
     def choices(self, order: Order, shards: Iterable[Shard], run: Run | None) -> dict[str, Choice]:

@@ -49,6 +49,10 @@ class CheckrunReader(StorageReader):
     DCP's metadata are built from the manifest. Nothing is unpickled here; what was handed over as bytes is given back
     to DCP, whose planner may unpickle it. Checkpoints that were saved without DCP are read too: their tables as
     `TABLE.FIELD`, where a table may be named after its weight or without its `.weight`.
+
+    A row-wise sum of a TorchRec table that is cut by columns is, to DCP, a tensor of as many values as rows times
+    shards: DCP refuses it (size mismatch) where columns are cut into another number of shards. A `Checkpointer`
+    restores it into any, by the rule of `checkrun_format.torch.torchrec.ShardedModel`.
     """
 
     def __init__(self, run: Run | str | os.PathLike[str], checkpoint: int | None = None) -> None:

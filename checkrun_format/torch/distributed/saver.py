@@ -16,7 +16,7 @@ from checkrun_format.errors import CheckrunError, InvalidInputError
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run
 from checkrun_format.saving import checked_step
-from checkrun_format.state import All, extra_json
+from checkrun_format.state import All, extra_json, parse_json
 from checkrun_format.torch.distributed.exchange import Exchange
 from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report
 from checkrun_format.torch.distributed.shards import Choice, Shard, on_host, parts, staged
@@ -192,11 +192,17 @@ class RankSaver:
         tensors: Mapping[str, Any],
         check: Callable[[Sequence[Shard]], None] = lambda _: None,
         extra: Any = None,
+        merge: Callable[[Sequence[Any]], Any] | None = None,
         step: int | None = None,
         parent: int | str | None = "auto",
         dropped: Sequence[str] = (),
     ) -> Agreed:
-        """Tell rank 0 what this rank holds, and learn what of it is stored. Raises as `begin`."""
+        """Tell rank 0 what this rank holds, and learn what of it is stored; options as of `begin`.
+
+        With `merge`, what it makes of all ranks' `extra` is stored in place of rank 0's.
+
+        Raises as `begin`.
+        """
         exchange = self.exchange
         self._member.settle(self.run if self._member.waits else None)
         for table, rows in changed.items():
@@ -204,13 +210,15 @@ class RankSaver:
         number = exchange.announce() if exchange.rank == 0 else exchange.follow()
         with self.failing(number, "report", "order"):
             check(shards)
-            extra_json(extra)
-            report = self._member.report(shards, tensors, checked_step(step))
+            told = extra_json(extra)
+            report = self._member.report(shards, tensors, checked_step(step), None if merge is None else told)
         exchange.send(number, "report", report)
         coordinator = None
         if exchange.rank == 0:
             with self.failing(number, "order"):
                 reports = exchange.gather(number, "report", Report)
+                if merge is not None:
+                    extra = merge([parse_json(report.extra or b"null") for report in reports])
                 coordinator = Coordinator.begin(
                     self.run, reports, step=step, parent=parent, dropped=dropped, extra=extra
                 )

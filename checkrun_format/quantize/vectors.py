@@ -1,0 +1,216 @@
+"""Elements of a row as vectors of LLVM: codes to values and back, 16 bits to 32 and back, packed codes, extremes.
+
+What numba makes of such loops depends on their lengths and on what else stands beside them; here it is one loop over
+vectors of ROWS elements, whatever the row. LLVM splits vectors that are wider than the machine's, on any machine.
+
+numba keeps what it compiled until kernels.py and decoding.py change: touch these files after a change in this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+ROWS = 16
+"""Elements of a vector, the widest of today's machines; for `lanes`, rows whose columns lie side by side."""
+
+_INDEX, _INT = ir.IntType(64), ir.IntType(32)
+_SINGLES = ir.VectorType(ir.FloatType(), ROWS)
+_BYTES, _SHORTS, _INTS = (ir.VectorType(ir.IntType(bits), ROWS) for bits in (8, 16, 32))
+
+
+@contextlib.contextmanager
+def _blocks(builder: Any, columns: Any) -> Iterator[Any]:
+    """Loop over the columns at which vectors begin; the last ones come twice where ROWS does not divide them."""
+    rows = ir.Constant(_INDEX, ROWS)
+    count = builder.sdiv(builder.add(columns, ir.Constant(_INDEX, ROWS - 1)), rows)
+    last = builder.sub(columns, rows)
+    with cgutils.for_range(builder, count) as loop:
+        column = builder.mul(loop.index, rows)
+        yield builder.select(builder.icmp_signed("<", column, last), column, last)
+
+
+def _by_row(convert: Callable[[Any, Any, Sequence[Any]], Any], given: Any, made: Any) -> Any:
+    """A function `f(source, start, columns, one, two, three, target, begin)` of a row of at least ROWS columns.
+
+    `convert` makes of ROWS elements, and of the three float32 numbers in vectors, those of the target.
+    """
+
+    def by_row(  # noqa: PLR0917
+        _: Any, source: Any, start: Any, columns: Any, one: Any, two: Any, three: Any, target: Any, begin: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            def pointer(index: int, at: Any, kind: Any) -> Any:
+                array = context.make_array(signature.args[index])(context, builder, arguments[index])
+                return builder.bitcast(builder.gep(array.data, [at]), kind.as_pointer())
+
+            numbers = [_spread(builder, arguments[n]) for n in (3, 4, 5)]
+            with _blocks(builder, arguments[2]) as column:
+                values = builder.load(pointer(0, builder.add(arguments[1], column), given), align=1)
+                place = pointer(6, builder.add(arguments[7], column), made)
+                builder.store(convert(builder, values, numbers), place, align=1)
+            return context.get_dummy_value()
+
+        return types.void(source, start, columns, one, two, three, target, begin), generate
+
+    return intrinsic(by_row)
+
+
+def _spread(builder: Any, scalar: Any) -> Any:
+    undefined = ir.Constant(_SINGLES, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * ROWS))
+
+
+def _code(builder: Any, values: Any, numbers: Sequence[Any]) -> Any:
+    """The nearest code to each value, by scale, bias and 2^bits - 1; 0 for NaN."""
+    scale, bias, top = numbers
+    zero = ir.Constant(_SINGLES, [0.0] * ROWS)
+    steps = builder.fdiv(builder.fsub(values, bias), scale)
+    steps = builder.select(builder.fcmp_ordered(">", steps, zero), steps, zero)
+    steps = builder.select(builder.fcmp_ordered("<", steps, top), steps, top)
+    kind = ir.FunctionType(_SINGLES, [_SINGLES])
+    rint = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{ROWS}f32")
+    return builder.trunc(builder.fptosi(builder.call(rint, [steps]), _INTS), _BYTES)
+
+
+def _value(builder: Any, codes: Any, numbers: Sequence[Any]) -> Any:
+    """float32(code) * scale, rounded, + bias, rounded (DEC-1)."""
+    product = builder.fmul(builder.sitofp(builder.zext(codes, _INTS), _SINGLES), numbers[0])
+    return builder.fadd(product, numbers[1])
+
+
+HAS_HALVES = any(llvm.get_host_cpu_features().get(name, False) for name in ("f16c", "fullfp16"))
+"""Whether the machine converts float16 itself; where it does not, LLVM would call what is not there."""
+
+_HALVES = ir.VectorType(ir.HalfType(), ROWS)
+
+
+def _converted(convert: Callable[[Any, Any], Any], given: Any, made: Any) -> Any:
+    """A function `f(source, target, blocks)` that converts vectors of ROWS elements."""
+
+    def converted(_: Any, source: Any, target: Any, blocks: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            def data(index: int, kind: Any) -> Any:
+                array = context.make_array(signature.args[index])(context, builder, arguments[index])
+                return builder.bitcast(array.data, kind.as_pointer())
+
+            with cgutils.for_range(builder, arguments[2]) as loop:
+                values = builder.load(builder.gep(data(0, given), [loop.index]), align=2)
+                builder.store(convert(builder, values), builder.gep(data(1, made), [loop.index]), align=2)
+            return context.get_dummy_value()
+
+        return types.void(source, target, blocks), generate
+
+    return intrinsic(converted)
+
+
+widen_blocks = _converted(lambda builder, values: builder.fpext(values, _SINGLES), _HALVES, _SINGLES)
+narrow_blocks = _converted(lambda builder, values: builder.fptrunc(values, _HALVES), _SINGLES, _HALVES)
+
+
+def _from_brains(builder: Any, bits: Any) -> Any:
+    lifted = builder.shl(builder.zext(bits, _INTS), ir.Constant(_INTS, [16] * ROWS))
+    return builder.bitcast(lifted, _SINGLES)
+
+
+def _to_brains(builder: Any, values: Any) -> Any:
+    """Rounded to nearest, ties to even; none of them may be NaN."""
+    bits = builder.bitcast(values, _INTS)
+    half, one, size = (ir.Constant(_INTS, [number] * ROWS) for number in (0x7FFF, 1, 16))
+    odd = builder.and_(builder.lshr(bits, size), one)
+    rounded = builder.add(builder.add(bits, half), odd)
+    return builder.trunc(builder.lshr(rounded, size), _SHORTS)
+
+
+singles_of_halves = _by_row(lambda builder, halves, _: builder.fpext(halves, _SINGLES), _HALVES, _SINGLES)
+singles_of_brains = _by_row(lambda builder, bits, _: _from_brains(builder, bits), _SHORTS, _SINGLES)
+codes_of_row = _by_row(_code, _SINGLES, _BYTES)
+codes_of_halves = _by_row(
+    lambda builder, halves, numbers: _code(builder, builder.fpext(halves, _SINGLES), numbers), _HALVES, _BYTES
+)
+codes_of_brains = _by_row(
+    lambda builder, bits, numbers: _code(builder, _from_brains(builder, bits), numbers), _SHORTS, _BYTES
+)
+values_of_row = _by_row(_value, _BYTES, _SINGLES)
+halves_of_row = _by_row(
+    lambda builder, codes, numbers: builder.fptrunc(_value(builder, codes, numbers), _HALVES), _BYTES, _HALVES
+)
+brains_of_row = _by_row(
+    lambda builder, codes, numbers: _to_brains(builder, _value(builder, codes, numbers)), _BYTES, _SHORTS
+)
+
+
+def _unpacked(bits: int) -> Any:
+    """A function `f(packed, start, blocks, codes, begin)`: from byte `start` on, ROWS codes of each 2 * bits bytes.
+
+    It looks at ROWS bytes for each. Every code lies within two bytes, which are put together, moved down and masked.
+    """
+
+    def unpacked(_: Any, packed: Any, start: Any, blocks: Any, codes: Any, begin: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            def pointer(index: int, at: Any) -> Any:
+                array = context.make_array(signature.args[index])(context, builder, arguments[index])
+                return builder.bitcast(builder.gep(array.data, [at]), _BYTES.as_pointer())
+
+            first = [lane * bits // 8 for lane in range(ROWS)]
+            mask = ir.Constant(ir.VectorType(_INT, 2 * ROWS), [byte + n for byte in first for n in (0, 1)])
+            shifts = ir.Constant(_SHORTS, [lane * bits % 8 for lane in range(ROWS)])
+            ones = ir.Constant(_SHORTS, [(1 << bits) - 1] * ROWS)
+            with cgutils.for_range(builder, arguments[2]) as loop:
+                at = builder.add(arguments[1], builder.mul(loop.index, ir.Constant(_INDEX, 2 * bits)))
+                given = builder.load(pointer(0, at), align=1)
+                pairs = builder.bitcast(builder.shuffle_vector(given, given, mask), _SHORTS)
+                found = builder.trunc(builder.and_(builder.lshr(pairs, shifts), ones), _BYTES)
+                to = builder.add(arguments[4], builder.mul(loop.index, ir.Constant(_INDEX, ROWS)))
+                builder.store(found, pointer(3, to), align=1)
+            return context.get_dummy_value()
+
+        return types.void(packed, start, blocks, codes, begin), generate
+
+    return intrinsic(unpacked)
+
+
+unpack3, unpack5, unpack6, unpack7 = (_unpacked(bits) for bits in (3, 5, 6, 7))
+
+
+@intrinsic
+def extremes_of_row(_: Any, source: Any, start: Any, columns: Any, least: Any, most: Any, at: Any) -> Any:
+    """The least and the largest of a row of at least ROWS columns go to element `at` of two arrays.
+
+    The elements are the bits of floats, as int16. They are compared in the order of the floats, -0.0 below +0.0, NaN at
+    the ends, and what is found stays as it is compared: negative ones have all bits but the sign turned.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        def pointer(index: int, place: Any) -> Any:
+            array = context.make_array(signature.args[index])(context, builder, arguments[index])
+            return builder.gep(array.data, [place])
+
+        def called(name: str, result: Any, *given: Any) -> Any:
+            function = ir.FunctionType(result, [_SHORTS] * len(given))
+            made = cgutils.get_or_insert_function(builder.module, function, f"llvm.{name}.v{ROWS}i16")
+            return builder.call(made, given)
+
+        names = ("smin", "smax")
+        found = [cgutils.alloca_once_value(builder, ir.Constant(_SHORTS, [n] * ROWS)) for n in (0x7FFF, -0x8000)]
+        sign, rest = (ir.Constant(_SHORTS, [n] * ROWS) for n in (15, 0x7FFF))
+        with _blocks(builder, arguments[2]) as column:
+            place = builder.bitcast(pointer(0, builder.add(arguments[1], column)), _SHORTS.as_pointer())
+            values = builder.load(place, align=1)
+            ordered = builder.xor(values, builder.and_(builder.ashr(values, sign), rest))
+            for name, so_far in zip(names, found, strict=True):
+                builder.store(called(name, _SHORTS, builder.load(so_far), ordered), so_far)
+        for name, so_far, index in zip(names, found, (3, 4), strict=True):
+            end = called(f"vector.reduce.{name}", ir.IntType(16), builder.load(so_far))
+            builder.store(end, pointer(index, arguments[5]))
+        return context.get_dummy_value()
+
+    return types.void(source, start, columns, least, most, at), generate
