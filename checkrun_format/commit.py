@@ -75,6 +75,18 @@ def seal(store: Store, claim: Claim, content: Content, part_lists: Sequence[Part
     return document
 
 
+def check_ground(store: Store, parent: StoredCheckpoint | None) -> None:
+    """Refuse to commit where the run, or the checkpoint to be laid over, was removed since it was opened.
+
+    Raises
+    ------
+    DamagedError
+    """
+    key = layout.RUN_KEY if parent is None else layout.commit_key(parent.commit.sequence)
+    if store.get(key) is None:
+        raise DamagedError(key, f"it is gone from {store.url}: was the run removed? Open it anew to save a base")
+
+
 def commit(store: Store, claim: Claim, document: bytes) -> Commit:
     """Create the commit that `seal` returned.
 

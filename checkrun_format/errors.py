@@ -188,4 +188,4 @@ class PruneWarning(UserWarning):
 
 
 class TrackingWarning(UserWarning):
-    """Rows of a table change that no lookup read, so that saves store it full, or take more pains to see its rows."""
+    """Rows change that no lookup read, so that saves store the table full or take more pains; or state is not saved."""

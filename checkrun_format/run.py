@@ -165,6 +165,11 @@ class Run:
         """How it was opened: "r" or "a"."""
         return self._mode
 
+    @property
+    def origin(self) -> int | None:
+        """The number of the checkpoint that the next save goes on from; None if that will be a base."""
+        return None if self._writing is None else self._writing.ledger.origin
+
     def __getitem__(self, sequence: int) -> Checkpoint:
         """The checkpoint of a number; reads its commit and its manifest, which must agree (OPN-1).
 

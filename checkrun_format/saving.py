@@ -23,6 +23,7 @@ from checkrun_format.commit import (
     Claim,
     Content,
     NumberTakenError,
+    check_ground,
     check_objects,
     commit,
     lost_to,
@@ -510,6 +511,7 @@ class Saver:
                     decided = decide()
                     group_bytes = open_attempt(self._store, claim)
                     part_lists, content = write(claim, decided)
+                    check_ground(self._store, content.parent)
                     document = seal(self._store, claim, content, part_lists, group_bytes)
             except BaseException:
                 self._discard(claim)
@@ -601,6 +603,7 @@ class Saver:
             )
             alike = self._encoded_alike(entries, part_lists)
             check_objects(self._store, claim, part_lists)
+            check_ground(self._store, below)
             document = seal(self._store, claim, content, part_lists, group_bytes)
             self._check_rows(claim, document, below)
             try:

@@ -107,6 +107,14 @@ class Changes:
                     stacklevel=5,
                 )
 
+    def warn_of_strangers(self, known: Iterable[torch.optim.Optimizer]) -> None:
+        """Say, once for each, which optimizers have state that is not saved."""
+        for kind, name in self._tracker.strangers(known):
+            reason = f"{kind} trains table {name!r} and was not given to the Checkpointer: its state is not saved"
+            if reason not in self._warned:
+                self._warned.add(reason)
+                warnings.warn(reason, TrackingWarning, stacklevel=5)
+
     def put_back(self) -> None:
         """What was taken was not saved."""
         self._tracker.put_back(self._taken)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -140,7 +141,7 @@ class Checkpointer:
         self._content = Content(model, named, found, stateful or {}, sharded)
         if isinstance(run, Run) and options:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
-        self._opened = not isinstance(run, Run)
+        self._opened, self._closed = not isinstance(run, Run), False
         self.run: Run | RankedRun = _of_ranks(run, options, process_group, timeout, sharded)
         optimizers = self._content.optimizers.optimizers.values()
         self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
@@ -157,6 +158,7 @@ class Checkpointer:
         self._copier = Copier()
         self._pending: PendingSave | None = None
         self._dropped: tuple[str, ...] = ()
+        self._origin: int | None = None
         self._schedule.allow(self.step)
 
     def __enter__(self) -> Self:
@@ -212,7 +214,7 @@ class Checkpointer:
 
     def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.tracker.mark_all(parameters, "its optimizer loaded a state")
+        self.tracker.mark_all("its optimizer loaded a state", parameters)
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -239,7 +241,7 @@ class Checkpointer:
         except BaseException:
             self._changes.put_back()
             raise
-        self._saved()
+        self._saved(checkpoint)
         return checkpoint
 
     def save_async(
@@ -317,9 +319,9 @@ class Checkpointer:
 
     def _numbered(self, step: int | None) -> int:
         number = self.step if step is None else step
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
             raise InvalidInputError(f"step {step!r}; a number from 0 on")
-        return number
+        return int(number)
 
     def _state(self, extra: Any, copy: Copier | None) -> State:
         """The state to be saved; with `copy`, copied tensors (rows are copied when it is known which are stored)."""
@@ -334,14 +336,20 @@ class Checkpointer:
 
     def _take(self, state: State) -> None:
         self._schedule.begun()
+        if isinstance(self.run, Run) and self.run.origin != self._origin:
+            self._dropped = ()  # of what was restored, where another save than one of these has landed
+            self.tracker.mark_all("its Run has saved or restored something else meanwhile")
         self._changes.take(state.tables)
+        self._changes.warn_of_strangers(self._content.optimizers.optimizers.values())
 
-    def _saved(self) -> None:
+    def _saved(self, checkpoint: Checkpoint) -> None:
         self._changes.saved()
-        self._dropped = ()
+        self._dropped, self._origin = (), checkpoint.sequence
 
     def _settle(self, on_busy: OnBusy) -> bool:
         """End the save that goes on, as told; False if it is left alone. What it failed of is raised once."""
+        if self._closed:
+            raise InvalidInputError("this Checkpointer is closed, and no longer knows which rows change: make another")
         pending = self._pending
         if pending is None:
             return True
@@ -352,7 +360,7 @@ class Checkpointer:
         pending.wait()
         failure = pending.failure()
         if failure is None:
-            self._saved()
+            self._saved(pending.result())
         else:
             self._changes.put_back()
         self._pending = None
@@ -369,9 +377,12 @@ class Checkpointer:
         CheckrunError
             Why that save failed.
         """
+        if self._closed:
+            return
         try:
             self._settle("wait")
         finally:
+            self._closed = True
             self._schedule.close()
             self.tracker.close()
             for handle in self._optimizer_handles:
@@ -424,6 +435,7 @@ class Checkpointer:
             fit = self._content.fit(chosen, told)
             if strict:
                 _refuse_misfits(chosen, fit)
+        self.tracker.mark_all("a restore has failed")  # as long as it has not succeeded
         with self._together("restore"):
             self._content.restore(fit, chosen, told)
         self.run.restored_from(chosen)
@@ -451,6 +463,7 @@ class Checkpointer:
     def _go_on_from(self, checkpoint: Checkpoint, partial: Sequence[str]) -> None:
         self._changes.restored(partial)
         self._dropped = tuple(name for name in checkpoint.tables if name not in self.tables)
+        self._origin = checkpoint.sequence
         self.step = checkpoint.step or 0
         self._schedule.begun()
         self._schedule.allow(self.step)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+_EXTRA_STATE = "_extra_state"
+"""How the names end of what modules add to a state dict by `get_extra_state`: in any shape."""
+
 _OWN: Final = ("stateful", "sharded")
 """Which keys of a document each rank has its own value of."""
 
@@ -126,6 +129,9 @@ class Content:
         stateful: Mapping[str, Stateful],
         sharded: ShardedModel | None = None,
     ) -> None:
+        for name, other in stateful.items():
+            if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
+                raise InvalidInputError(f"stateful: {name!r} is a {type(other).__name__}, which has no state_dict()")
         self._model = model
         self._parameters = {table.name: table.parameter for table in found}
         self._stateful = dict(stateful)
@@ -150,6 +156,7 @@ class Content:
                 f"parameter {changed!r} was replaced since the Checkpointer was made (load_state_dict(assign=True)?): "
                 "make a new optimizer and a new Checkpointer"
             )
+        self.optimizers.check()
         if self._sharded is not None:
             self._sharded.look()
 
@@ -166,7 +173,13 @@ class Content:
 
     def tensors(self) -> dict[str, Tensor]:
         """All dense tensors: the rest of the state dict, and of the optimizers' state."""
-        model = {name: value.detach() for name, value in self._entries().items() if isinstance(value, Tensor)}
+        model = {name: value for name, value in self._entries().items() if isinstance(value, Tensor)}
+        for name, value in model.items():
+            if nn.parameter.is_lazy(value) or value.is_meta:
+                raise InvalidInputError(f"tensor {name!r} has no values yet: initialize the model first")
+            if value.layout != torch.strided:
+                raise InvalidInputError(f"tensor {name!r} is a {value.layout} tensor; give a strided one (to_dense())")
+        model = {name: value.detach() for name, value in model.items()}
         optimizers = self.optimizers.tensors()
         both = model.keys() & optimizers.keys()
         if both:
@@ -194,6 +207,11 @@ class Content:
                     "torch.distributed.checkpoint, CheckrunWriter of checkrun_format.torch.distributed"
                 )
         return {name: value for name, value in entries.items() if not (isinstance(value, Tensor) and value in tables)}
+
+    def _made(self) -> set[str]:
+        """Tensors that the model makes for its state dict (`get_extra_state`): it has to be given them."""
+        held = {*self._model.parameters(), *self._model.buffers()}
+        return {name for name, value in self._entries().items() if isinstance(value, Tensor) and value not in held}
 
     # Back again -------------------------------------------------------------------------------------------------------
 
@@ -242,8 +260,12 @@ class Content:
             stored = {f.name: (f.dtype, f.columns) for f in checkpoint.table(name).fields}
             fields = {n: v for n, v in self.fields(name).items() if stored.get(n) == _kind(v)}
             tables[name] = Table({field: values[:rows] for field, values in fields.items()})
-        model = {name: value.detach() for name, value in self._entries().items() if name in fit.tensors}
-        shapes = checkpoint.tensor_shapes
+        shapes, made = checkpoint.tensor_shapes, self._made()
+        model = {
+            name: _like(value, *shapes[name]) if name in made else value.detach()
+            for name, value in self._entries().items()
+            if name in fit.tensors
+        }
         state = {
             name: value for name, value in self.optimizers.tensors().items() if shapes.get(name) == _shape_of(value)
         }
@@ -256,6 +278,7 @@ class Content:
             if name in self._stateful:
                 self._stateful[name].load_state_dict(from_json(told))
         extra = {name: from_json(told) for name, told in document.get("model", {}).items()}
+        extra |= {name: state.tensors[name] for name in self._made() if name in state.tensors}
         if extra:
             self._model.load_state_dict(extra, strict=False)
 
@@ -266,6 +289,11 @@ def _kind(values: Tensor) -> tuple[str, int | None]:
 
 def _dtype(values: Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")
+
+
+def _like(values: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """An empty tensor on the same device."""
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=values.device)
 
 
 def _shape_of(values: Tensor) -> tuple[str, tuple[int, ...]]:
@@ -294,7 +322,7 @@ def _fit_tensors(
     for name, value in model.items():
         if name not in shapes:
             problems.append(f"tensor {name!r} is not in the checkpoint")
-        elif shapes[name] != _shape_of(value):
+        elif shapes[name] != _shape_of(value) and not name.endswith(_EXTRA_STATE):
             problems.append(f"tensor {name!r}: {shapes[name]} in the checkpoint, {_shape_of(value)} in the model")
         else:
             fitting.append(name)

@@ -95,7 +95,7 @@ class Kernel:
     def _touch_on_host(self, indices: torch.Tensor, ends: torch.Tensor) -> None:
         """By numpy, which wakes no threads. What is no row, FBGEMM reads as the first, or not at all."""
         for table, (low, high) in zip(self._tables, itertools.pairwise(ends.tolist()), strict=True):
-            bitmap, rows = self.rows_of(table).numpy(), indices[low:high].numpy()
+            bitmap, rows = self.rows_of(table).numpy(), np.from_dlpack(indices[low:high])
             if rows.size and (rows.min() < 0 or rows.max() >= bitmap.size):
                 rows = np.where((rows < 0) | (rows >= bitmap.size), 0, rows)
             bitmap[rows] = self.number
@@ -188,6 +188,6 @@ class FusedRows(TouchedRows):
         """The lowest number of rows whose change is yet to come."""
         return self._kernel.waits_from
 
-    def _move(self) -> None:
+    def _follow(self) -> None:
         """Stay with the kernel's records."""
         self.bitmap = self._kernel.rows_of(self._place)

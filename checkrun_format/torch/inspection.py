@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -133,4 +134,4 @@ def _differing_rows(before: Tensor, now: Tensor) -> Tensor:
     """Which rows differ in any bit."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.element_size()]
     differs = before.contiguous().view(words) != now.contiguous().view(words)
-    return differs.reshape(len(before), -1).any(1)
+    return differs.reshape(len(before), math.prod(before.shape[1:])).any(1)

@@ -98,6 +98,8 @@ def find_tables(model: nn.Module, tables: Tables = None) -> list[FoundTable]:
     InvalidInputError
         A name that the model does not have, or a table of which rows could change without a lookup.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model: a {type(model).__name__} where a torch.nn.Module belongs")
     names = _names(model)
     by_name = {name: parameter for parameter, known in names.items() for name in known}
     modules = _looked_up(model)

@@ -96,9 +96,13 @@ class OptimizerState:
         self.optimizers = optimizers
         self._names = names
         self._tables = frozenset(tables)
-        for label, optimizer in optimizers.items():
+        self.check()
+
+    def check(self) -> None:
+        """Refuse optimizers that hold a parameter which is not in the model."""
+        for label, optimizer in self.optimizers.items():
             for parameter in _parameters(optimizer):
-                if parameter not in names:
+                if parameter not in self._names:
                     raise InvalidInputError(
                         f"{label} holds a parameter {tuple(parameter.shape)} that is not in the model, so its values "
                         "would not be saved: give a model that contains it"

@@ -63,6 +63,15 @@ def restore_rng(state: Json, generators: Mapping[str, Generator] | None = None) 
         raise InvalidInputError(
             f"restore_rng: generators {sorted(given)} given, {sorted(state['generators'])} were captured"
         )
+    before = capture_rng(given)
+    try:
+        _restore(state, given)
+    except Exception as error:
+        _restore(before, given)
+        raise InvalidInputError(f"restore_rng: a state of another generator, or altered: {error}") from error
+
+
+def _restore(state: Json, given: Mapping[str, Generator]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(_filled(state["numpy"]))  # noqa: NPY002

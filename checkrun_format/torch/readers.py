@@ -16,6 +16,7 @@ from checkrun_format.errors import InvalidInputError
 
 _MOST_WORKERS = 1024
 _ENDLESS = 2**62
+_BEGUN = _ENDLESS - 1
 _CLOSED = -1
 _LONGEST_NAP = 0.01
 
@@ -42,6 +43,7 @@ class ReaderBudget:
 
     def __init__(self) -> None:
         self._limit = multiprocessing.RawValue(ctypes.c_int64, 0)  # no lock, which a kill could leave taken
+        self._trainer = os.getpid()
 
     @property
     def allowed(self) -> int:
@@ -50,7 +52,8 @@ class ReaderBudget:
 
     def allow(self, batches: int) -> None:
         """Let readers go on to `batches` batches in all; they are never held back again from what they were allowed."""
-        self._limit.value = max(self._limit.value, batches)
+        if self.allowed != _CLOSED:
+            self._limit.value = max(self._limit.value, batches)
 
     def limit(self, dataset: Iterable[Any], *, first: int = 0, batch_size: int = 1) -> LimitedReader:
         """A dataset that waits before each batch until it is allowed; see `LimitedReader`."""
@@ -80,7 +83,7 @@ class ReaderBudget:
         while batch() >= self.allowed:
             if self.allowed == _CLOSED:
                 return False
-            if parent is None:
+            if parent is None or os.getpid() == self._trainer:
                 raise InvalidInputError(
                     f"batch {batch()} is read before it is allowed: step_done() allows as many as there are steps up "
                     "to the next save"
@@ -123,6 +126,12 @@ class LimitedReader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if self._ends[worker] != _ENDLESS:
+            raise InvalidInputError(
+                "a LimitedReader is read once, as its batches are numbered over the whole run: for another pass, make "
+                "another by ReaderBudget.limit(dataset, first=steps done)"
+            )
+        self._ends[worker] = _BEGUN
         samples, count = iter(self._dataset), 0
         while True:
             if count % self._batch_size == 0:

@@ -476,7 +476,7 @@ def _global(seen: Mapping[str, torch.Tensor], table: str, start: int) -> Ids:
     ids = seen.get(table.removesuffix(_WEIGHT))
     if ids is None:
         return np.zeros(0, np.int64)
-    return np.unique(ids.detach().cpu().numpy().astype(np.int64)) + start
+    return np.unique(np.from_dlpack(ids.detach().cpu()).astype(np.int64)) + start
 
 
 __all__ = ["LocalShard", "ShardedModel", "ShardedTable", "TrackedRows", "plain_optimizers"]

@@ -1,5 +1,8 @@
 """Which rows changed since the last snapshot: one byte a row, set by hooks on the table's own device.
 
+Hooks on modules note the rows that a forward reads. After a step the rows that gradients reached are noted, too, where
+finding them is cheap: sparse gradients name them. Large dense ones are looked through now and then.
+
 A row's byte is 0 as long as nothing touched it, else the number of the optimizer step that it waited for when it was
 last touched. So a snapshot can tell rows that were touched since the last step, whose change is yet to come: these stay
 set. Numbers run from 2 to 255; then all that are set become 1, which is older than any.
@@ -7,6 +10,7 @@ set. Numbers run from 2 to 255; then all that are set become 1, which is older t
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -28,6 +33,7 @@ _LAST: Final = 255
 _AUDITED_STEPS: Final = 3
 _AUDIT_EVERY: Final = 1000
 _PIECE_BYTES: Final = 8 << 20
+_CHEAP_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +80,22 @@ class TouchedRows:
         self._current = torch.tensor(self._number, dtype=torch.uint8, device=self.bitmap.device)
         self._steps = 0
         self._seen: tuple[Any, ...] = ()
+        self._storages: list[StorageWeakRef] = []
         self.forget()
 
     # Touching ---------------------------------------------------------------------------------------------------------
 
     def touch(self, rows: torch.Tensor) -> None:
         """Note that rows were read by a forward, or reached by a gradient; they exist."""
-        if self.bitmap.device != self.parameter.device:
-            self._move()
+        self._follow()
         if rows.is_nested:
             rows = rows.values()
         rows = rows.detach().reshape(-1)
         if rows.device != self.bitmap.device:  # of a replica
             rows = rows.to(self.bitmap.device)
         if type(rows) is torch.Tensor and rows.device.type == "cpu" and not torch.compiler.is_compiling():
-            self.bitmap.numpy()[rows.numpy()] = self._number  # in half of the time
+            # It takes less than half of what torch takes. (`rows.numpy()` would have torch never resize them again.)
+            self.bitmap.numpy()[np.from_dlpack(rows)] = self._number
         else:
             self.bitmap[rows] = self._current
 
@@ -102,14 +109,15 @@ class TouchedRows:
         """
         if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
             raise InvalidInputError(f"table {self.name!r}, mark: {rows.dtype} where row numbers are wanted")
+        self._follow()
         if rows.numel():
-            low, high = (int(end) for end in torch.aminmax(rows))
+            low, high = (int(end) for end in torch.aminmax(rows.to(torch.int64)))
             if low < 0 or high >= len(self.bitmap):
                 wrong = low if low < 0 else high
                 raise InvalidInputError(
                     f"table {self.name!r}, mark: row {wrong} is not in a table of {len(self.bitmap)} rows"
                 )
-            rows = rows.to(self.parameter.device)
+            rows = rows.to(self.parameter.device, torch.int64)
             if self._is_trained:
                 self.touch(rows)
             else:
@@ -126,7 +134,9 @@ class TouchedRows:
         if reason is not None:
             self.mark_all(reason)
         self._steps += 1
-        if self.by_gradient or self._steps <= _AUDITED_STEPS or self._steps % _AUDIT_EVERY == 0:
+        if self.by_gradient or _is_cheap(self.parameter.grad):
+            self._touch_reached()
+        elif self._steps <= _AUDITED_STEPS or self._steps % _AUDIT_EVERY == 0:
             self._audit(gradient_rows(self.parameter))
         self._number += 1
         if self._number > _LAST:
@@ -135,13 +145,20 @@ class TouchedRows:
         self._current.fill_(self._number)
         self.see()
 
+    def _touch_reached(self) -> None:
+        """Note the rows that have a gradient, whatever hooks saw; on a device nothing has to wait for it."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return
+        if gradient.layout == torch.sparse_coo:
+            self.touch(gradient._indices()[0])  # noqa: SLF001 - of an uncoalesced one, too
+        else:
+            self._follow()
+            self.bitmap.masked_fill_(_reached(gradient), self._current)
+
     def _audit(self, reached: torch.Tensor) -> None:
         """Look whether gradients reached rows that no hook saw."""
-        if self.by_gradient:
-            self.touch(reached)
-        elif not reached.numel():
-            return
-        elif self.whole is None and bool((self.bitmap[reached] == 0).any()):
+        if reached.numel() and self.whole is None and bool((self.bitmap[reached] == 0).any()):
             self.by_gradient = True
             self.mark_all("gradients reached rows past the hooks")
             missed = reached[self.bitmap[reached] == 0]
@@ -157,20 +174,29 @@ class TouchedRows:
     # Writes that no hook sees -----------------------------------------------------------------------------------------
 
     def _versions(self) -> tuple[Any, ...]:
-        """What becomes another with each write in place to the table or its state, `.data` and numpy views apart."""
-        tensors = [self.parameter, *self._states(self.parameter)]
-        return tuple((id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors)  # noqa: SLF001 - the only way
+        """What becomes another with each write to the table or its state; not in place through `.data` or numpy."""
+        return tuple(
+            (id(t) if s is None else s._cdata, 0 if s is None else t.data_ptr(), -1 if t.is_inference() else t._version)  # noqa: SLF001 - the only way
+            for t, s in self._stores()
+        )
+
+    def _stores(self) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage | None]]:
+        """The table and its state, and the memory of each; sparse state has several."""
+        for tensor in (self.parameter, *self._states(self.parameter)):
+            yield tensor, tensor.untyped_storage() if tensor.layout == torch.strided else None
 
     def look(self) -> None:
         """Look whether something was written past the optimizers since the last look."""
-        versions = self._versions()
-        if versions != self._seen:
+        if self._versions() != self._seen:
             self.mark_all("it was written to outside of an optimizer step")
-            self._seen = versions
+            self.see()
 
     def see(self) -> None:
         """All that was written so far is accounted for."""
-        self._seen = self._versions()
+        versions = self._versions()
+        if [v[0] for v in versions] != [v[0] for v in self._seen]:  # held weakly, no address comes back in another use
+            self._storages = [StorageWeakRef(s) for _, s in self._stores() if s is not None]  # type: ignore[no-untyped-call]
+        self._seen = versions
 
     @property
     def waits_from(self) -> int:
@@ -181,11 +207,15 @@ class TouchedRows:
 
     def changed(self) -> Taken:
         """What changed since the last snapshot."""
-        if self.bitmap.device != self.parameter.device:
-            self._move()
+        self._follow()
         self.look()
+        if self.parameter.device.type == "cpu" and self.parameter.untyped_storage().is_shared():
+            self.mark_all("it is in memory that other processes share, which may train it as well")
         reached = gradient_rows(self.parameter)
-        self._audit(reached)
+        if self.by_gradient or _is_cheap(self.parameter.grad):
+            self.touch(reached)
+        else:
+            self._audit(reached)
         return Taken(rows=_nonzero(self.bitmap), whole=self.whole, reached=reached)
 
     def clear(self, taken: Taken) -> None:
@@ -194,25 +224,35 @@ class TouchedRows:
         if taken.reached.numel():  # as long as a gradient is there, the next step may use it
             self.bitmap[taken.reached] = self.bitmap[taken.reached].clamp_(min=_OLDEST)
         self.whole = self.always
+        self._steps = 0  # backward passes may come of graphs from before, whose rows are forgotten now
 
     def put_back(self, taken: Taken) -> None:
         """Put back what a snapshot took that was not saved."""
+        self._follow()
         rows = taken.rows.to(self.bitmap.device)
+        rows = rows[rows < len(self.bitmap)]
         self.bitmap[rows] = self.bitmap[rows].clamp_(min=_OLDEST)
         self.whole = self.whole or taken.whole
 
     def forget(self) -> None:
         """Nothing has changed: the table was just read from a checkpoint."""
-        self._move()
+        self._follow()
         self.bitmap.zero_()
         self.bitmap[gradient_rows(self.parameter)] = _OLDEST
         self.whole = self.always
         self.see()
 
-    def _move(self) -> None:
-        """Follow the table to another device."""
-        self.bitmap = self.bitmap.to(self.parameter.device)
-        self._current = self._current.to(self.parameter.device)
+    def _follow(self) -> None:
+        """Follow the table to another device, or to another number of rows."""
+        if self.bitmap.device != self.parameter.device:
+            self.bitmap = self.bitmap.to(self.parameter.device)
+            self._current = self._current.to(self.parameter.device)
+        if len(self.bitmap) != len(self.parameter):
+            bitmap = self.bitmap.new_zeros(len(self.parameter))
+            both = min(len(bitmap), len(self.bitmap))
+            bitmap[:both] = self.bitmap[:both]
+            self.bitmap = bitmap
+            self.mark_all("it has another number of rows")
 
 
 def _nonzero(bitmap: torch.Tensor) -> torch.Tensor:
@@ -238,10 +278,20 @@ def gradient_rows(parameter: nn.Parameter) -> torch.Tensor:
         return torch.zeros(0, dtype=torch.int64, device=parameter.device)
     if gradient.layout == torch.sparse_coo:
         return gradient._indices()[0]  # noqa: SLF001 - of an uncoalesced one, too
-    flat = gradient.detach().reshape(len(gradient), -1)
+    return torch.nonzero(_reached(gradient)).squeeze(1)
+
+
+def _reached(gradient: torch.Tensor) -> torch.Tensor:
+    """For each row of a dense gradient whether any element of it is not zero."""
+    flat = gradient.detach().reshape(len(gradient), math.prod(gradient.shape[1:]))
     step = max(1, _PIECE_BYTES // (flat.shape[1] * flat.element_size() or 1))
-    reached = torch.cat([(flat[low : low + step] != 0).any(1) for low in range(0, len(flat), step)] or [flat[:, :0]])
-    return torch.nonzero(reached.reshape(-1)).squeeze(1)
+    pieces = [(flat[low : low + step] != 0).any(1) for low in range(0, len(flat), step)]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.bool, device=flat.device)
+
+
+def _is_cheap(gradient: torch.Tensor | None) -> bool:
+    """Whether finding the rows that it reaches takes next to nothing of a step."""
+    return gradient is not None and (gradient.layout != torch.strided or gradient.nbytes <= _CHEAP_BYTES)
 
 
 class Hook:
@@ -270,12 +320,15 @@ class Hook:
         lookups = self.lookups
         if lookups is None or not (torch.is_grad_enabled() or lookups.renormalizes):
             return
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return  # what is made there is another model, without hooks
         for local, rows in lookups.rows(arguments, named).items():
             table = self.tables.get(local)
             if table is not None and (table.parameter.requires_grad or lookups.renormalizes):
-                table.touch(rows)
+                try:
+                    table.touch(rows)
+                except RuntimeError:  # within vmap, grad and the like nothing outside can be written
+                    table.mark_all("it was looked up within a transform of torch.func")
                 if lookups.renormalizes:
                     table.see()
 
@@ -353,10 +406,18 @@ class Tracker:
         for table in self.tables.values():
             table.by_gradient = True
 
-    def mark_all(self, parameters: Iterable[nn.Parameter], reason: str) -> None:
-        """Note that any row of the tables among these may have changed."""
-        for table in self._tables_of(parameters):
+    def mark_all(self, reason: str, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Note that any row of the tables among these parameters, by default of all tables, may have changed."""
+        for table in self.tables.values() if parameters is None else self._tables_of(parameters):
             table.mark_all(reason)
+
+    def strangers(self, known: Iterable[Optimizer]) -> Iterator[tuple[str, str]]:
+        """Optimizers that have trained tables and are none of `known`: the class, and a table of which it has state."""
+        states = [id(optimizer.state) for optimizer in known]  # wrappers share it
+        for optimizer, (_, held) in list(self._groups.items()):
+            kept = [table.name for _, table in held if optimizer.state.get(table.parameter)]
+            if kept and id(optimizer.state) not in states:
+                yield type(optimizer).__name__, kept[0]
 
     def _tables_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[TouchedRows]:
         return (self._of[parameter] for parameter in parameters if parameter in self._of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import random
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,13 @@ import torch
 from torch import nn
 
 import checkrun_format as crf
-from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, StorageError, TrackingWarning
+from checkrun_format.errors import (
+    CheckpointNotFoundError,
+    DamagedError,
+    InvalidInputError,
+    StorageError,
+    TrackingWarning,
+)
 from checkrun_format.stores import Buffer, LocalStore
 from checkrun_format.torch import (
     Checkpointer,
@@ -243,6 +250,22 @@ def test_what_extra_and_stateful_objects_hold(tmp_path: Path) -> None:
         restore_rng(restored.extra["rng"])
     with pytest.raises(InvalidInputError, match="no state of capture_rng"):
         restore_rng({})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"torch": "AAAA"}, {"torch": None}, {"python": [3, [1], None]}, {"numpy": {}}, {"generators": {"a": "AAAA"}}],
+)
+def test_an_altered_state_of_generators_changes_none(part: dict[str, Any]) -> None:
+    generators = {"a": torch.Generator()}
+    state = capture_rng(generators)
+    draw = random.random(), np.random.random(), float(torch.rand(1))  # noqa: NPY002
+    now = capture_rng(generators)
+    with pytest.raises(InvalidInputError, match="restore_rng: a state of another generator, or altered"):
+        restore_rng(state | part, generators)
+    assert capture_rng(generators) == now
+    restore_rng(state, generators)
+    assert draw == (random.random(), np.random.random(), float(torch.rand(1)))  # noqa: NPY002
 
 
 class TestRestoring:
@@ -473,7 +496,195 @@ class TestWhatIsNoted:
             assert np.array_equal(saved.table("weight").read()["weight"], model.weight.detach().numpy())
 
 
+class Counting(nn.Module):
+    """Keeps numbers that are neither parameters nor buffers, as a tensor in the state dict or as something else."""
+
+    def __init__(self, numbers: list[float], *, as_tensor: bool) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self._as_tensor = as_tensor
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.numbers) if self._as_tensor else {"numbers": self.numbers}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.numbers = state.tolist() if self._as_tensor else state["numbers"]
+
+
+class TestWhatElseHappens:
+    """To a model, an optimizer or a run beside the Checkpointer."""
+
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_extra_state_of_modules(self, tmp_path: Path, as_tensor: bool) -> None:
+        saved, restored = (
+            nn.Sequential(nn.Embedding(5, 2), Counting(numbers, as_tensor=as_tensor)) for numbers in ([3.0, 4.0], [1.0])
+        )
+        with Checkpointer(tmp_path, saved, durable=False) as checkpointer:
+            checkpointer.save(1)
+        with Checkpointer(tmp_path, restored, durable=False) as checkpointer:
+            checkpointer.restore()
+        assert restored[1].numbers == [3.0, 4.0]
+
+    def test_two_that_share_a_run(self, tmp_path: Path) -> None:
+        run = crf.open_run(tmp_path, "a", policy="consecutive", durable=False)
+        trainers = []
+        for seed in (1, 2):
+            model, optimizers = made("sgd", seed)
+            trainers.append((model, optimizers, Checkpointer(run, model, optimizers)))
+        for step in range(4):
+            model, optimizers, checkpointer = trainers[step % 2]
+            train(model, optimizers, [step])
+            saved = checkpointer.save(step)
+            for name in saved.tables:
+                assert np.array_equal(saved.table(name).read()["weight"], model.state_dict()[name].numpy()), step
+
+    def test_a_run_that_is_removed(self, tmp_path: Path) -> None:
+        """Nothing is laid over what is gone."""
+        model, optimizers = made("sgd")
+        options: dict[str, Any] = {"policy": "consecutive", "durable": False}
+        with Checkpointer(tmp_path / "run", model, optimizers, **options) as checkpointer:
+            checkpointer.save(0)
+            shutil.rmtree(tmp_path / "run")
+            train(model, optimizers, range(1))
+            for save in (checkpointer.save, lambda step: checkpointer.save_async(step).result()):  # type: ignore[union-attr]
+                with pytest.raises(DamagedError, match=r"00000001/zarr\.json: it is gone from .*: was the"):
+                    save(1)
+        with Checkpointer(tmp_path / "run", model, optimizers, **options) as checkpointer:
+            saved = checkpointer.save(1)
+        assert np.array_equal(saved.table("user.weight").read()["weight"], model.user.weight.detach().numpy())
+
+    def test_a_restore_that_fails_halfway(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, optimizers = made("sgd")
+        options: dict[str, Any] = {"policy": "consecutive", "durable": False}
+        with Checkpointer(tmp_path, model, optimizers, **options) as checkpointer:
+            checkpointer.save(0)
+            checkpointer.save(1)
+
+            def failing(*_: Any, out: crf.State, **__: Any) -> None:
+                torch.as_tensor(out.tables["user.weight"]["weight"]).numpy()[7] = 7
+                raise StorageError("no more")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(crf.Checkpoint, "load", failing)
+                with pytest.raises(StorageError, match="no more"):
+                    checkpointer.restore()
+            assert model.user.weight[7].tolist() == [7] * 8
+            saved = checkpointer.save(2)
+            assert np.array_equal(saved.table("user.weight").read()["weight"], model.user.weight.detach().numpy())
+
+    def test_a_commit_whose_save_was_interrupted_afterwards(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A table that was dropped by it is not dropped again."""
+        options: dict[str, Any] = {"policy": "consecutive", "durable": False}
+        with Checkpointer(tmp_path, Model(), **options) as checkpointer:
+            checkpointer.save(0)
+        model = Model(1)
+        del model.item
+        with Checkpointer(tmp_path, model, **options) as checkpointer:
+            checkpointer.restore(strict=False)
+            save = checkpointer.run.save
+
+            def interrupted(*arguments: Any, **named: Any) -> None:
+                save(*arguments, **named)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patched:
+                patched.setattr(checkpointer.run, "save", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    checkpointer.save(1)
+            saved = checkpointer.save(2)
+        assert (saved.sequence, saved.tables) == (3, ["user.weight"])
+
+    def test_an_optimizer_that_was_not_given(self, tmp_path: Path) -> None:
+        model, optimizers = made("sgd")
+        with Checkpointer(tmp_path, model, optimizers, durable=False) as checkpointer:
+            checkpointer.save(0)
+            later = torch.optim.Adagrad([model.user.weight])
+            train(model, [later], range(2))
+            with pytest.warns(
+                TrackingWarning, match=r"Adagrad trains table 'user\.weight' and was not given to the Check"
+            ):
+                checkpointer.save(1)
+            train(model, [later, *optimizers], range(2, 4))
+            saved = checkpointer.save(2)
+        assert np.array_equal(saved.table("user.weight").read()["weight"], model.user.weight.detach().numpy())
+        with Checkpointer(tmp_path, model, [*optimizers, later], durable=False) as checkpointer:
+            assert checkpointer.save(3).table("user.weight").fields[-1].name == "sum"
+
+    @pytest.mark.parametrize("background", [False, True])
+    @pytest.mark.parametrize("bits", [None, 4])
+    def test_what_was_saved_may_be_resized(self, tmp_path: Path, background: bool, bits: int | None) -> None:
+        """As torch does in many places; not after `Tensor.numpy()`."""
+        model, optimizers = made("adagrad")
+        policy = "consecutive"
+        with Checkpointer(tmp_path, model, optimizers, policy=policy, bits=bits, durable=False) as checkpointer:
+            for step in range(2):
+                (checkpointer.save_async if background else checkpointer.save)(step)
+                train(model, optimizers, [step])
+            checkpointer.save(2)
+        tensors = [*model.parameters(), *(s["sum"] for s in optimizers[0].state.values())]
+        for tensor in tensors:
+            tensor.untyped_storage().resize_(2 * tensor.nbytes)
+            assert tensor.untyped_storage().nbytes() == 2 * tensor.nbytes
+
+    def test_no_rows(self, tmp_path: Path) -> None:
+        model = nn.Embedding(0, 4)
+        with Checkpointer(tmp_path, model, policy="consecutive", durable=False) as checkpointer:
+            for step in range(3):
+                checkpointer.save(step)
+        with Checkpointer(tmp_path, model, durable=False) as checkpointer:
+            restored = checkpointer.restore()
+        assert restored is not None
+        assert restored.checkpoint.table("weight").read()["weight"].shape == (0, 4)
+
+
 class TestRefusals:
+    @pytest.mark.parametrize("background", [False, True])
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (lambda m: m.register_buffer("c", torch.eye(2).to_sparse()), "tensor 'c' is a torch.sparse_coo tensor"),
+            (lambda m: m.register_buffer("c", torch.ones(2, device="meta")), "tensor 'c' has no values yet"),
+            (lambda m: m.add_module("c", nn.LazyLinear(2)), r"tensor 'c\.weight' has no values yet"),
+        ],
+    )
+    def test_tensors_without_plain_values(
+        self, tmp_path: Path, change: Callable[[Any], Any], match: str, background: bool
+    ) -> None:
+        model = Model()
+        change(model)
+        with Checkpointer(tmp_path, model, durable=False) as checkpointer:
+            with pytest.raises(InvalidInputError, match=match):
+                (checkpointer.save_async if background else checkpointer.save)(1)
+            assert checkpointer.run.latest(None) is None
+
+    def test_a_parameter_that_the_optimizer_gets_later(self, tmp_path: Path) -> None:
+        model, optimizers = made("sgd")
+        with Checkpointer(tmp_path, model, optimizers, durable=False) as checkpointer:
+            optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+            with pytest.raises(
+                InvalidInputError, match=r"optimizer-0 holds a parameter \(3,\) that is not in the model"
+            ):
+                checkpointer.save(1)
+
+    def test_what_is_no_model(self, tmp_path: Path) -> None:
+        model: Any = [Model()]
+        with pytest.raises(InvalidInputError, match=r"model: a list where a torch\.nn\.Module belongs"):
+            Checkpointer(tmp_path, model)
+        stateful: Any = {"epoch": 3}
+        with pytest.raises(InvalidInputError, match=r"'epoch' is a int, which has no state_dict\(\)"):
+            Checkpointer(tmp_path, Model(), stateful=stateful)
+
+    def test_after_close(self, tmp_path: Path) -> None:
+        with Checkpointer(tmp_path, Model(), durable=False) as checkpointer:
+            checkpointer.save(1)
+        checkpointer.close()
+        for call in (checkpointer.save, checkpointer.save_async, checkpointer.restore):
+            with pytest.raises(InvalidInputError, match="this Checkpointer is closed"):
+                call()
+        assert checkpointer.run.latest().sequence == 1
+
     def test_a_parameter_outside_of_the_model(self, tmp_path: Path) -> None:
         model = Model()
         loss = nn.Parameter(torch.zeros(3))
@@ -515,7 +726,7 @@ class TestRefusals:
                 with pytest.raises(InvalidInputError, match="extra"):
                     background(1, extra=object())
             assert checkpointer.run.latest(None) is None
-            assert checkpointer.save(1).sequence == 1
+            assert checkpointer.save(np.int64(7)).step == 7  # type: ignore[arg-type]
 
 
 class GatedStore(LocalStore):
@@ -749,10 +960,10 @@ class TestInTheBackground:
 
         def lost(store: LocalStore, key: str, data: bytes) -> None:
             create(store, key, data)
+            monkeypatch.setattr(LocalStore, "get", lambda *_: (_ for _ in ()).throw(StorageError(5, "gone")))
             raise StorageError(5, f"{key}: the answer was lost")
 
         monkeypatch.setattr(LocalStore, "create", lost)
-        monkeypatch.setattr(LocalStore, "get", lambda *_: (_ for _ in ()).throw(StorageError(5, "gone")))
         with pytest.raises(StorageError):
             setting.begin(1).result(30)
         monkeypatch.undo()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.torch import Checkpointer, ReaderBudget
+from checkrun_format.torch import Checkpointer, LimitedReader, ReaderBudget
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
@@ -106,6 +107,50 @@ def test_waiting_for_oneself_is_an_error() -> None:
         next(limited)
     budget.allow(1)
     assert budget.allowed == 2, "what was allowed stays allowed"
+
+
+def _read_too_far(limited: LimitedReader, answer: Any) -> None:
+    batches = iter(limited)
+    found: list[Any] = [next(batches)]
+    try:
+        found.append(next(batches))
+    except InvalidInputError as error:
+        found.append(str(error).partition(":")[0])
+    answer.put(found)
+
+
+def _train(answer: Any) -> None:
+    budget = ReaderBudget()
+    budget.allow(1)
+    _read_too_far(budget.limit(range(5)), answer)
+
+
+def test_a_trainer_that_another_process_began_waits_for_itself_neither() -> None:
+    processes = multiprocessing.get_context("fork")
+    answer = processes.Queue()
+    trainer = processes.Process(target=_train, args=(answer,), daemon=True)
+    trainer.start()
+    assert answer.get(timeout=60) == [0, "batch 1 is read before it is allowed"]
+    trainer.join()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_pass_is_refused(workers: int) -> None:
+    """It would be numbered like the first, and not held back."""
+    budget = ReaderBudget()
+    budget.allow(12)
+    context = "fork" if workers else None
+    loader = DataLoader(budget.limit(range(5)), batch_size=None, num_workers=workers, multiprocessing_context=context)
+    assert len(list(loader)) == 5 * max(1, workers)
+    with pytest.raises(InvalidInputError, match="a LimitedReader is read once"):
+        next(iter(loader))
+
+
+def test_what_is_closed_stays_closed() -> None:
+    budget = ReaderBudget()
+    budget.close()
+    budget.allow(5)
+    assert list(budget.limit(range(5))) == []
 
 
 def test_refused() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from checkrun_format.errors import InvalidInputError, TrackingWarning
+from checkrun_format.torch import tracker as tracking
 from checkrun_format.torch.lookups import Tables, find_tables
 from checkrun_format.torch.tracker import Taken, Tracker
 
@@ -29,6 +30,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every table count as one whose dense gradients are too large to look through in each step."""
+    monkeypatch.setattr(tracking, "_CHEAP_BYTES", -1)
 
 
 def tracker_of(model: nn.Module, tables: Tables = None, optimizer: torch.optim.Optimizer | None = None) -> Tracker:
@@ -87,6 +94,17 @@ class TestLookups:
         optimizer.zero_grad()
         assert taken(tracker) == [3, 7, 49]
         assert taken(tracker) == []
+
+    def test_what_it_reads_may_be_resized(self) -> None:
+        """As torch does where it adds sparse gradients up."""
+        model = embedding(sparse=True)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            rows = ids(step, step + 1)
+            model(rows).sum().backward()
+            optimizer.step()
+            rows.resize_(100)
+        assert taken(tracker) == [0, 1, 2, 3, 4]
 
     def test_arguments_may_be_given_by_name(self) -> None:
         model = embedding()
@@ -194,6 +212,9 @@ class TestLookups:
     def test_exported_models_know_nothing_of_it(self) -> None:
         model = embedding()
         tracker = tracker_of(model)
+        with pytest.warns(DeprecationWarning, match=r"torch\.jit\.trace"):
+            traced = torch.jit.trace(model, (ids(1, 2),))  # type: ignore[no-untyped-call]
+        assert torch.equal(traced(ids(3, 4)), model.weight[[3, 4]])
         exported = torch.export.export(model, (ids(1, 2),))
         assert torch.equal(exported.module()(ids(3, 4)), model.weight[[3, 4]])
         assert taken(tracker) == []
@@ -348,8 +369,10 @@ class TestWholeTables:
             lambda m: m.load_state_dict(m.state_dict()),
             lambda m: m.weight.detach().add_(1),
             lambda m: nn.init.zeros_(m.weight),
+            lambda m: setattr(m.weight, "data", torch.ones(ROWS, 4)),
+            lambda m: m.half().float(),
         ],
-        ids=["load_state_dict", "detached", "init"],
+        ids=["load_state_dict", "detached", "init", "data", "dtype"],
     )
     def test_writes_outside_of_steps(self, write: Callable[[nn.Module], None]) -> None:
         model = embedding()
@@ -376,23 +399,85 @@ class TestWholeTables:
         train(model, torch.optim.Adagrad(model.parameters()), ids(2))
         assert taken(tracker) == [2]
 
+    @pytest.mark.parametrize("rows", [ROWS + 5, 10])
+    def test_another_number_of_rows(self, rows: int) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, ids(2, 40))
+        optimizer.zero_grad()
+        failed = take(tracker)
+        model.weight.data = torch.ones(rows, 4)
+        train(model, optimizer, ids(rows - 1))
+        optimizer.zero_grad()
+        assert taken(tracker) == "it has another number of rows"
+        tracker.put_back(failed)
+        tracker.tables["weight"].mark(ids(rows - 1))
+        assert taken(tracker) == [row for row in (2, 40) if row < rows] + [rows - 1]
+        with pytest.raises(InvalidInputError, match=f"row {rows} is not in a table of {rows} rows"):
+            tracker.tables["weight"].mark(ids(rows))
+
+    def test_no_rows(self) -> None:
+        model = nn.Embedding(0, 4)
+        tracker = tracker_of(model)
+        model.weight.grad = torch.zeros(0, 4)
+        assert taken(tracker) == []
+
+    def test_memory_that_processes_share(self) -> None:
+        model = embedding().share_memory()
+        tracker = tracker_of(model)
+        assert taken(tracker) == "it is in memory that other processes share, which may train it as well"
+
+    def test_transforms_of_functions(self) -> None:
+        """They may not write to what is outside; what they looked up is not known."""
+        model = embedding()
+        tracker = tracker_of(model)
+        given = {"weight": model.weight.detach()}
+
+        def loss(weights: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.func.functional_call(model, weights, (rows,)).sum()
+            return found
+
+        gradient = torch.func.grad(loss)(given, ids(1, 2))["weight"]
+        assert gradient.sum(1).nonzero().flatten().tolist() == [1, 2]
+        reason = "it was looked up within a transform of torch.func"
+        assert taken(tracker) == reason
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(given, ids(3, 4)[:, None])["weight"]
+        assert each.sum(2).nonzero().tolist() == [[0, 3], [1, 4]]
+        assert taken(tracker) == reason
+        model(ids(5))
+        assert taken(tracker) == [5]
+
 
 class TestPastTheHooks:
     @pytest.mark.parametrize("sparse", [False, True])
-    def test_a_functional_lookup_is_found_and_followed(self, sparse: bool) -> None:
+    def test_a_functional_lookup_now_and_then(self, sparse: bool) -> None:
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for step in range(1, 20):
+            optimizer.zero_grad()
+            model(ids(1)).sum().backward()
+            if step == 10:
+                look_up(model, ids(2, 3), sparse=sparse)
+            optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2, 3]
+
+    @pytest.mark.usefixtures("large")
+    def test_in_a_large_table_it_is_found_and_followed(self) -> None:
         model = embedding()
         tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
         model(ids(1)).sum().backward()
-        look_up(model, ids(2, 3), sparse=sparse)
+        look_up(model, ids(2, 3))
         with pytest.warns(TrackingWarning, match="a gradient reached row 2 "):
             optimizer.step()
         optimizer.zero_grad()
         assert taken(tracker) == "gradients reached rows past the hooks"
-        look_up(model, ids(5), sparse=sparse)
+        look_up(model, ids(5))
         optimizer.step()
         optimizer.zero_grad()
         assert taken(tracker) == [5]
 
+    @pytest.mark.usefixtures("large")
     def test_it_is_found_at_a_snapshot_at_the_latest(self) -> None:
         model = embedding()
         tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
@@ -403,6 +488,35 @@ class TestPastTheHooks:
         optimizer.step()
         with pytest.warns(TrackingWarning, match="row 2 "):
             assert taken(tracker) == "gradients reached rows past the hooks"
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    def test_a_graph_across_a_step_and_a_snapshot(self, sparse: bool) -> None:
+        """Two losses of one batch, a step for each, and a save between them."""
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        losses = [model(ids(row)).sum() for row in (1, 2)]
+        for loss in losses:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            noted = taken(tracker)
+        assert noted == [2]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_graph_across_a_step_and_a_snapshot_of_a_large_table(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            train(model, optimizer, ids(0))
+        losses = [model(ids(row)).sum() for row in (1, 2)]
+        losses[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [0, 1, 2]
+        losses[1].backward()
+        with pytest.warns(TrackingWarning, match="row 2 "):
+            optimizer.step()
+        assert taken(tracker) == "gradients reached rows past the hooks"
 
     def test_tied_weights_are_refused(self) -> None:
         model = nn.ModuleDict({"in": embedding(), "out": nn.Linear(4, ROWS, bias=False)})
@@ -446,8 +560,8 @@ class TestPastTheHooks:
         train(model, optimizer, ids(4))
         optimizer.zero_grad()
         assert taken(tracker, "table") == [4]
-        with pytest.warns(TrackingWarning, match="a gradient reached row 5 "):
-            train(model, optimizer, ids(5))
+        train(model, optimizer, ids(5))
+        assert taken(tracker, "table") == [5], "by its gradient"
 
     def test_parametrized_tables_are_dense(self) -> None:
         model = embedding()
