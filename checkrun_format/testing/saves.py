@@ -258,6 +258,9 @@ class Saves(Books):
         self.note_saved(saved)
         self.clean = True
         self.check_save(saved, parent, before, legal=legal)
+        if before is not None:
+            fresh = self.open_reader()
+            self.check_changes(fresh, before, saved.sequence, fresh[before].load())
         if before is not None and legal:
             live = {name: set(held.ids.tolist()) for name, held in self.trainer.held.items()}
             self.trainer.named = {name: some if some is None else some & live[name] for name, some in changed.items()}
