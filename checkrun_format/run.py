@@ -13,6 +13,7 @@ from typing import Any, Final, Self, SupportsFloat
 
 import numpy as np
 
+from checkrun_format.arranging import Stage
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
 from checkrun_format.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
 from checkrun_format.pruning import Pruner, Pruning
 from checkrun_format.quantize import Method
 from checkrun_format.retention import Keep, Plan
-from checkrun_format.saving import Options, Saver, Stage
+from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import JoinedSave, Save, Token, join_save
 from checkrun_format.state import State, checked_encoder
 from checkrun_format.stores import LocalStore, Store, open_store

@@ -5,20 +5,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from checkrun_format import layout
 from checkrun_format.alike import encoded_alike
+from checkrun_format.arranging import (
+    Stage,
+    Stored,
+    as_given,
+    checked_staged,
+    entry_of,
+    is_lossy,
+    part_source,
+    planned,
+    touched_by,
+    unchanged_entry,
+    with_statistics,
+)
 from checkrun_format.blocks import FieldPlan, Values
 from checkrun_format.chain import History, same_kind
-from checkrun_format.chunks import ChunkReader
 from checkrun_format.commit import (
     Claim,
     Content,
@@ -41,45 +52,39 @@ from checkrun_format.errors import (
     PrunedError,
     StorageError,
 )
-from checkrun_format.forecast import Forecaster, SavePlan, Scale, TablePlanned
+from checkrun_format.forecast import Forecaster, SavePlan, Scale
+from checkrun_format.judging import Overlay
 from checkrun_format.ledger import TAKEOVER, Ledger
-from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, commit_object, parse_occupant
+from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BaseRule, BitRule, Past
-from checkrun_format.quantize import Method, Quantized
+from checkrun_format.quantize import Method
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import check_layer
-from checkrun_format.rows import Ids, RowSet, Selection
 from checkrun_format.staging import (
     Outlook,
     Save,
     Token,
-    check_coverage,
     checked_integer,
     field_plans,
     merged_statistics,
-    merged_tables,
-    table_entry,
 )
 from checkrun_format.state import (
     ALL,
     INHERIT,
-    ArrayLike,
     FieldSpec,
     Inherit,
     State,
     TableSource,
     blob_bytes,
     extra_json,
-    fetched,
     parse_json,
     table_sources,
     tensor_arrays,
 )
 from checkrun_format.stores import Store
-from checkrun_format.tracking import Touched, of_ids
+from checkrun_format.tracking import Touched
 from checkrun_format.workers import Workers
-from checkrun_format.writer import PartList, PartSource, Writer, objects_of
+from checkrun_format.writer import PartList, Writer, objects_of
 
 _T = TypeVar("_T")
 
@@ -128,19 +133,6 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """What a save stores of one table: which rows, by position in it as it was given, and how fields are encoded."""
-
-    rows: Selection
-    count: int
-    fields: Sequence[FieldPlan]
-
-
-Stage: TypeAlias = Callable[[Mapping[str, Stored]], Mapping[str, Mapping[str, ArrayLike]]]
-"""Gives for each table and field the values of just the rows that are stored, in their order; see `Run.save`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
     """A save before it writes: what it stores of each table, and values that were staged for it."""
 
@@ -184,7 +176,7 @@ class Saver:
             is_save=True,
         )
         self.ledger.saved(committed, stored, settled)
-        self.ledger.lossy.update(name for name, plans in prepared.plans.items() if _is_lossy(plans))
+        self.ledger.lossy.update(name for name, plans in prepared.plans.items() if is_lossy(plans))
         return committed
 
     def plan(
@@ -216,7 +208,7 @@ class Saver:
             parent=sealed.parent,
             policy=decided.note.name,
             reason=decided.note.reason,
-            tables=tuple(_planned(entry, prepared.sources[entry.name], part_lists) for entry in content.tables),
+            tables=tuple(planned(entry, prepared.sources[entry.name], part_lists) for entry in content.tables),
             stored_bytes=_size(sealed),
             objects=sum(1 + len(objects_of(part_list.document)) for part_list in part_lists) + 3,
             free_bytes=self._store.free_bytes(),
@@ -292,7 +284,7 @@ class Saver:
         """What of a table is stored, and how it is encoded."""
         plan = plan_table(source, self.ledger.below(source, below))
         as_before = self.ledger.as_before(source.name, plans)
-        if as_before is None and (source.name in self.ledger.lossy or _is_lossy(plans)):
+        if as_before is None and (source.name in self.ledger.lossy or is_lossy(plans)):
             plan = replace(plan, recent=True)  # rows that did not change may be encoded to other bits (LAY-7)
         return plan, as_before or plans
 
@@ -306,12 +298,14 @@ class Saver:
         staged: Mapping[str, Mapping[str, Values]] = {}
         if prepared.stage is not None:
             stored = {
-                name: Stored(rows=_as_given(prepared.sources[name], plan), count=plan.count, fields=fields)
+                name: Stored(rows=as_given(prepared.sources[name], plan), count=plan.count, fields=fields)
                 for name, (plan, fields) in plans.items()
                 if plan.count
             }
             given = prepared.stage(stored)
-            staged = {name: _staged(prepared.sources[name], what, given.get(name, {})) for name, what in stored.items()}
+            staged = {
+                name: checked_staged(prepared.sources[name], what, given.get(name, {})) for name, what in stored.items()
+            }
         return Arranged(decided=decided, plans=plans, staged=staged)
 
     def _write(
@@ -328,9 +322,9 @@ class Saver:
             decided = arranged.decided
             for name, source in prepared.sources.items():
                 plan, encodings = arranged.plans[name]
-                writer.put_part(_part_source(source, plan, encodings, arranged.staged.get(name), prepared.check))
-                entries.append(_entry(source, plan))
-                stored[name] = _touched(source, plan)
+                writer.put_part(part_source(source, plan, encodings, arranged.staged.get(name), prepared.check))
+                entries.append(entry_of(source, plan))
+                stored[name] = touched_by(source, plan)
             for name, values in prepared.tensors.items():
                 writer.put_tensor(name, values)
             for name, data in prepared.blobs.items():
@@ -343,7 +337,7 @@ class Saver:
         settled.update(self._settled(entries, prepared, statistics))
         return [part_list], Content(
             step=prepared.step,
-            tables=[_told(entry, statistics.get(entry.name, {})) for entry in entries],
+            tables=[with_statistics(entry, statistics.get(entry.name, {})) for entry in entries],
             policy=decided.note,
             parent=decided.below,
             predecessor=self.ledger.latest,
@@ -475,7 +469,7 @@ class Saver:
         names = [entry.name for entry in target.manifest.tables]
         with self._writer(claim) as writer:
             if chosen.over:
-                entries = [_unchanged(target.entry(name)) for name in names]
+                entries = [unchanged_entry(target.entry(name)) for name in names]
             else:
                 entries = [copy_table(self._history, target, name, writer) for name in names]
             for tensor in target.manifest.tensors:
@@ -578,6 +572,7 @@ class Saver:
         self.ledger.attempts[claim.attempt] = False
         token = self._token(claim, count, below)
         group_bytes = open_attempt(self._store, claim)
+        overlay = Overlay(self._store, self.ledger, below)
 
         def finish(*given: Any) -> Any:
             with self.lock:
@@ -590,7 +585,7 @@ class Saver:
         ) -> Commit:
             self._check_still_next(claim)
             named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
-            entries = self._staged_entries(part_lists, below, *named)
+            entries = overlay.entries(part_lists, *named)
             content = Content(
                 step=number if step is None else checked_step(step),
                 tables=entries,
@@ -605,7 +600,7 @@ class Saver:
             check_objects(self._store, claim, part_lists)
             check_ground(self._store, below)
             document = seal(self._store, claim, content, part_lists, group_bytes)
-            self._check_rows(claim, document, below)
+            overlay.check_rows(claim, document)
             try:
                 committed = commit(self._store, claim, document)
             except NumberTakenError as loss:
@@ -618,21 +613,21 @@ class Saver:
             self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
             return committed
 
-        return Save(self._store, token, finish, lambda entry: self._outlook(entry, below))
+        return Save(self._store, token, finish, lambda entry: self._outlook(entry, overlay))
 
-    def _outlook(self, entry: TableEntry, below: StoredCheckpoint | None) -> Outlook:
-        """How a save over `below` may store a table of which only some rows changed."""
+    def _outlook(self, entry: TableEntry, overlay: Overlay) -> Outlook:
+        """How a save over a parent may store a table of which only some rows changed."""
         before = {other.name: other for other in self.ledger.latest_tables()}.get(entry.name)
         plans = self._plans_of(entry.name, entry.fields)
-        quantized = _is_lossy(plans)
+        quantized = is_lossy(plans)
         keeps = not quantized and entry.name not in self.ledger.lossy
         continues = keeps or self.ledger.as_before(entry.name, plans) is not None
         continues = continues and bool(self.ledger.continuing([entry]))
         continues = continues and before is not None and same_kind(entry, before)
         known = 0 if before is None else before.rows or 0
         try:
-            self._check_increment(entry, below, before)
-            self._needed(entry, below)
+            overlay.check_increment(entry, before)
+            overlay.needed(entry)
         except InvalidInputError:
             return Outlook(storage="full", continues=continues, known_rows=known, quantized=quantized)
         return Outlook(storage="changed", continues=continues, known_rows=known, quantized=quantized)
@@ -682,86 +677,6 @@ class Saver:
         if claim.sequence != self.ledger.head + 1:
             raise InvalidInputError(f"checkpoint {self.ledger.head} was committed since this save began: begin it anew")
 
-    def _staged_entries(
-        self,
-        part_lists: Sequence[PartList],
-        below: StoredCheckpoint | None,
-        unchanged: Sequence[str],
-        dropped: Sequence[str],
-    ) -> list[TableEntry]:
-        """The tables that the writers stored, checked against one another and against the parent."""
-        statistics = merged_statistics(part_lists)
-        entries = [table_entry(told, statistics.get(told["name"], {})) for told in merged_tables(part_lists)]
-        entries = [_with_fields(entry, below) for entry in entries]
-        entries += [_unchanged_over(below, name, entries) for name in unchanged]
-        self._check_staged(entries, below, dropped)
-        check_coverage(entries, part_lists)
-        return entries
-
-    def _check_staged(
-        self, entries: Sequence[TableEntry], below: StoredCheckpoint | None, dropped: Sequence[str]
-    ) -> None:
-        before = {entry.name: entry for entry in self.ledger.latest_tables()}
-        names = Counter(entry.name for entry in entries)
-        forgotten = sorted(before.keys() - names.keys() - set(dropped))
-        if forgotten:
-            raise InvalidInputError(
-                f"table {forgotten[0]!r} of the latest checkpoint has no part; name it in unchanged= or dropped="
-            )
-        wrong = [name for name in dropped if name in names or name not in before]
-        if wrong:
-            raise InvalidInputError(f"dropped: table {wrong[0]!r} is not in the latest checkpoint, or is stored here")
-        for entry in entries:
-            if names[entry.name] > 1:
-                raise InvalidInputError(f"unchanged: table {entry.name!r} is named twice")
-            if entry.storage != "full":
-                self._check_increment(entry, below, before.get(entry.name))
-
-    def _check_increment(self, entry: TableEntry, below: StoredCheckpoint | None, before: TableEntry | None) -> None:
-        """Refuse a changed or unchanged table that must be full, or has more to store."""
-        lower = None if below is None or not below.has(entry.name) else below.entry(entry.name)
-        lowest = max((other.rows or 0 for other in (lower, before) if other is not None), default=0)
-        fits = lower is not None and before is not None and same_kind(entry, lower) and (entry.rows or 0) >= lowest
-        if not fits:
-            raise InvalidInputError(
-                f"table {entry.name!r} is new, was absent, shrank, or has other fields than in the parent: store it "
-                "full (LAY-2, LAY-3)"
-            )
-        if entry.storage == "unchanged" and self._needed(entry, below).size:
-            raise InvalidInputError(f"unchanged: table {entry.name!r} has rows that changed since the parent: put them")
-
-    def _needed(self, entry: TableEntry, below: StoredCheckpoint | None) -> Ids:
-        """The rows or keys that parts must hold: of a changed table, what is new, stored since, or pending."""
-        if entry.storage == "full" or below is None:
-            return np.arange(entry.rows or 0)
-        since = self.ledger.since(below, entry.name, entry.addressing)
-        since.update(self.ledger.pending.get(entry.name, Touched.nothing(entry.addressing)))
-        if since.everything:
-            raise InvalidInputError(f"table {entry.name!r} changed as a whole since the parent: store it full")
-        if isinstance(since.rows, RowSet):
-            since.rows.add(np.arange(below.entry(entry.name).rows or 0, entry.rows or 0))
-            return since.rows.ids(entry.rows)
-        return np.union1d(since.rows.ids(), since.deleted.ids())
-
-    def _check_rows(self, claim: Claim, document: bytes, below: StoredCheckpoint | None) -> None:
-        """Read back which rows the parts list, and refuse what a reader would refuse (LAY-1, LAY-3, LAY-4)."""
-        committed = parse_occupant(document, claim.sequence)
-        assert isinstance(committed, Commit)
-        staged = StoredCheckpoint(self._store, ChunkReader(self._store), committed, commit_object(document))
-        for entry in staged.manifest.tables:
-            listed = any(part.first_row < 0 for part in staged.parts(entry.name))
-            if listed or entry.storage == "changed":
-                try:
-                    check_layer(staged, entry, self._needed(entry, below))
-                except DamagedError as error:
-                    if "/c/" in error.place:  # an object that does not read back as it was written
-                        raise
-                    raise InvalidInputError(error.problem) from error
-
-
-def _is_lossy(plans: Sequence[FieldPlan]) -> bool:
-    return any(plan.lossy for plan in plans)
-
 
 def checked_step(step: object) -> int | None:
     """Accept a step, or None."""
@@ -799,115 +714,5 @@ def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
     return [total // count + (place < total % count) for place in range(count)]
 
 
-def _as_given(source: TableSource, plan: TablePlan) -> Selection:
-    """The rows that are stored, by position in the table that the caller gave."""
-    return plan.positions if source.order is None else source.order[plan.positions]
-
-
 def _size(commit_record: Commit) -> int:
     return commit_record.stored_bytes + commit_record.manifest.bytes
-
-
-def _staged(source: TableSource, stored: Stored, given: Mapping[str, Any]) -> dict[str, Values]:
-    """The values that were staged of a table, checked."""
-    quantized: dict[str, Values] = {}
-    for plan in stored.fields:
-        q = given.get(plan.name)
-        if isinstance(q, Quantized):
-            wanted = (stored.count, plan.columns, plan.bits, plan.dtype, plan.qparams or q.qparams.dtype.name)
-            if (q.rows, q.columns, q.bits, q.dtype, q.qparams.dtype.name) != wanted:
-                raise InvalidInputError(
-                    f"table {source.name!r}, field {plan.name!r}: staged are {q.rows} rows of {q.columns} columns at "
-                    f"{q.bits} bits of {q.dtype}, where {stored.count} rows at {plan.bits} bits belong"
-                )
-            quantized[plan.name] = q
-    plain = [spec for spec in source.fields if spec.name not in quantized]
-    rest = {name: values for name, values in given.items() if name not in quantized}
-    raw = [plan.name for plan in stored.fields if not plan.lossy]  # others may have other bits when encoded elsewhere
-    return {**(fetched(source.name, plain, rest, stored.count, raw) if plain else {}), **quantized}
-
-
-def _part_source(
-    source: TableSource,
-    plan: TablePlan,
-    plans: Sequence[FieldPlan],
-    staged: Mapping[str, Values] | None,
-    check: Callable[[], None],
-) -> PartSource:
-    positions: Selection = plan.positions
-
-    def fetch(low: int, high: int) -> dict[str, Any]:
-        check()
-        if staged is not None:
-            return {name: v.cut(low, high) if isinstance(v, Quantized) else v[low:high] for name, v in staged.items()}
-        if isinstance(positions, slice):
-            return source.fetch(slice(positions.start + low, positions.start + high))
-        return source.fetch(positions[low:high])
-
-    return PartSource(
-        table=source.name,
-        plans=plans,
-        count=plan.count,
-        fetch=fetch,
-        transient=source.transient and staged is None,
-        quantized=any(isinstance(values, Quantized) for values in (staged or {}).values()),
-        first_row=0 if plan.ids is None else -1,
-        rows=plan.ids,
-        recent=plan.recent,
-        deleted=plan.deleted,
-    )
-
-
-def _entry(source: TableSource, plan: TablePlan) -> TableEntry:
-    return TableEntry(
-        name=source.name,
-        requires=[],
-        addressing=source.addressing,
-        key_dtype=source.key_dtype,
-        rows=source.rows if source.keys is None else None,
-        storage=plan.storage,
-        fields=[Field(name=f.name, dtype=f.dtype, columns=f.columns, encoder=None) for f in source.fields],
-    )
-
-
-def _planned(entry: TableEntry, source: TableSource, part_lists: Sequence[PartList]) -> TablePlanned:
-    """What of a table the parts hold."""
-    parts = [part for told in part_lists for part in told.document.parts if told.document.tables[part[0]] == entry.name]
-    return TablePlanned(
-        name=entry.name,
-        storage=entry.storage,
-        rows=source.rows,
-        stored_rows=sum(part[3] for part in parts),
-        deleted=sum(part[7] for part in parts),
-    )
-
-
-def _told(entry: TableEntry, statistics: Mapping[str, dict[str, Any]]) -> TableEntry:
-    """An entry with what the encoders told."""
-    fields = [msgspec.structs.replace(f, encoder=statistics.get(f.name)) for f in entry.fields]
-    return msgspec.structs.replace(entry, fields=fields)
-
-
-def _touched(source: TableSource, plan: TablePlan) -> Touched:
-    if plan.storage == "full" or plan.ids is None:
-        return Touched.whole(source.addressing)
-    return of_ids(source.addressing, plan.ids, plan.deleted)
-
-
-def _unchanged(entry: TableEntry) -> TableEntry:
-    return msgspec.structs.replace(_told(entry, {}), storage="unchanged")
-
-
-def _with_fields(entry: TableEntry, below: StoredCheckpoint | None) -> TableEntry:
-    """A table of which nothing but tombstones was put has the fields that it has in the parent."""
-    if not entry.fields and below is not None and below.has(entry.name):
-        return msgspec.structs.replace(entry, fields=_told(below.entry(entry.name), {}).fields)
-    if not entry.fields:
-        raise InvalidInputError(f"table {entry.name!r}: no writer put a field")
-    return entry
-
-
-def _unchanged_over(below: StoredCheckpoint | None, name: str, entries: Sequence[TableEntry]) -> TableEntry:
-    if below is None or not below.has(name) or any(entry.name == name for entry in entries):
-        raise InvalidInputError(f"unchanged: table {name!r} is not in the parent, or was given as parts too")
-    return _unchanged(below.entry(name))

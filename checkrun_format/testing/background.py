@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from checkrun_format.saving import Stored
+from checkrun_format.arranging import Stored
 from checkrun_format.state import State
 from checkrun_format.testing.choices import Interrupted
 

@@ -16,10 +16,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from checkrun_format.arranging import Stage
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import InvalidInputError, SaveCancelledError
 from checkrun_format.run import Run, open_run
-from checkrun_format.saving import Stage
 from checkrun_format.state import State, Table
 from checkrun_format.torch.changes import Changes
 from checkrun_format.torch.content import Content, Fit, Stateful, Told, merged

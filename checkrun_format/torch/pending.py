@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from checkrun_format.arranging import Stage, Stored
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import SaveCancelledError, StorageError
 from checkrun_format.rows import Ids, Selection, is_in_sorted
-from checkrun_format.saving import Stage, Stored
 
 Staged: TypeAlias = Mapping[str, Mapping[str, Any]]
 Save: TypeAlias = Callable[[Stage, Callable[[], None]], Checkpoint]

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from checkrun_format.arranging import Stored
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.quantize import Quantized, encode
 from checkrun_format.quantize.engine import spread
 from checkrun_format.quantize.record import join
 from checkrun_format.rows import Ids, Selection, as_slice, length
-from checkrun_format.saving import Stored
 from checkrun_format.torch.memory import StagingMemory, room_for
 
 Tensor = torch.Tensor

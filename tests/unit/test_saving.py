@@ -12,10 +12,10 @@ import torch
 
 import checkrun_format as crf
 from checkrun_format import quantize
+from checkrun_format.arranging import Stored
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.rows import Selection
-from checkrun_format.saving import Stored
 from checkrun_format.torch.snapshot import Copier
 
 ROWS = 100

@@ -13,12 +13,12 @@ import numpy as np
 from torch import distributed as dist
 
 from checkrun_format import dlpack, dtypes
+from checkrun_format.arranging import Stage, Stored
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckrunError, InvalidInputError, RankError
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run
-from checkrun_format.saving import Stage, Stored
 from checkrun_format.state import ALL, All, FieldSpec, State, TableSource, table_sources
 from checkrun_format.torch.distributed.ranks import Changed, opened
 from checkrun_format.torch.distributed.saver import Agreed, RankSave, RankSaver, row_slice
