@@ -433,7 +433,7 @@ class TestOpening:
         opened = crf.open_run(run.url, "a", durable=False)
         before = listing(folder)
         for act in (opened.compact, opened.take_over, lambda: crf.open_run(run.url, "a", takeover=True)):
-            with pytest.raises(DamagedError, match=r"It may have been checkpoint 2: .*go back to it \(rollback\)"):
+            with pytest.raises(DamagedError, match=r"It may have been checkpoint 2: .*older one \(rollback\)"):
                 act()
         assert listing(folder) == before
         assert opened.rollback(1).sequence == 3

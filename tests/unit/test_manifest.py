@@ -714,11 +714,16 @@ def test_a_group_of_others_is_no_run(data: bytes) -> None:
         manifest.parse_run(data)
 
 
-@pytest.mark.parametrize("document", [commit_document(), pruned_document(), {"kind": "Run", "format_version": "0.9"}])
+@pytest.mark.parametrize("document", [pruned_document(), {"kind": "Run", "format_version": "0.9"}])
 def test_another_document_is_no_run_document(document: Json) -> None:
     with pytest.raises(DamagedError) as caught:
         manifest.parse_run(framed(document))
     assert caught.value.place == layout.RUN_KEY
+
+
+def test_the_folder_of_a_checkpoint_is_no_run() -> None:
+    with pytest.raises(NotARunError, match="is that of a checkpoint: give the folder above it"):
+        manifest.parse_run(framed(commit_document()))
 
 
 def test_floats_are_the_same_to_both_parsers() -> None:
