@@ -41,10 +41,10 @@ def warm_memory(gib: float = 2.5) -> None:
 def cost_of(call: Callable[[], object]) -> Cost:
     """Call once and measure."""
     _reset_peak()
-    before, cpu, start = _memory("VmRSS") - _memory("LazyFree", "smaps_rollup"), _cpu(), time.perf_counter()
+    before, cpu, start = memory_kib("VmRSS") - memory_kib("LazyFree", "smaps_rollup"), _cpu(), time.perf_counter()
     call()
     seconds = time.perf_counter() - start
-    return Cost(seconds, _cpu() - cpu, max(0.0, (_memory("VmHWM") - before) / 1024))
+    return Cost(seconds, _cpu() - cpu, max(0.0, (memory_kib("VmHWM") - before) / 1024))
 
 
 def _cpu() -> float:
@@ -52,7 +52,7 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _memory(what: str, file: str = "status") -> int:
+def memory_kib(what: str, file: str = "status") -> int:
     """A line of a file of /proc/self, in KiB."""
     for line in Path("/proc/self", file).read_text().splitlines():
         if line.startswith(f"{what}:"):

@@ -11,13 +11,14 @@ import torch
 
 _PAGE = 2 << 20
 _ALIGNMENT = 64
+_KEPT_BYTES = 256 << 20
 
 
 class StagingMemory:
     """One piece of memory that the tensors of one save are cut from; on huge pages where the system offers them.
 
-    Between two saves it is the system's to take, page by page, should memory run short (MADV_FREE); what has not been
-    taken is written again without a page fault. For a device its memory is pinned, and kept.
+    Between two saves all but 256 MiB of it are the system's to take, page by page, should memory run short (MADV_FREE);
+    what has not been taken is written again without a page fault. For a device its memory is pinned, and kept.
     """
 
     def __init__(self) -> None:
@@ -44,13 +45,13 @@ class StagingMemory:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Let the system have the memory if it needs it. Tensors must not be used any more."""
-        self._advise("MADV_FREE")
+        """Let the system have the memory if it needs it, all but 256 MiB. Tensors must not be used any more."""
+        self._advise("MADV_FREE", _KEPT_BYTES)
 
-    def _advise(self, advice: str) -> None:
-        if self._map is not None and hasattr(mmap, advice):
+    def _advise(self, advice: str, start: int = 0) -> None:
+        if self._map is not None and start < len(self._map) and hasattr(mmap, advice):
             with contextlib.suppress(OSError):  # this system does not know it
-                self._map.madvise(getattr(mmap, advice))
+                self._map.madvise(getattr(mmap, advice), start)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next tensor; its values are what happens to be there."""

@@ -449,6 +449,30 @@ class TestWholeTables:
 
 
 class TestPastTheHooks:
+    def test_gradients_of_other_rows_in_the_same_memory(self) -> None:
+        """The gradient of an `nn.EmbeddingBag` lies on its ids: another's rows are noted, and altered ones."""
+        model = nn.EmbeddingBag(100, 4, mode="sum", sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tracker = Tracker(find_tables(model))
+        noted = tracker.tables["weight"]
+        ids = torch.tensor([[1, 2], [3, 4]])
+        model(ids).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad._indices().data_ptr() == ids.data_ptr()
+        ids[0, 0] = 50  # so does the gradient, whose rows these are
+        optimizer.step()
+        assert noted.changed().rows.tolist() == [1, 2, 3, 4, 50]
+        for number in range(8):  # forwards whose ids are gone, and lookups past the hooks at the same place
+            model(torch.tensor([[10, 11], [12, 13]]))
+            model.weight.grad = None
+            others = torch.tensor([[20, 21], [22, 60 + number]])
+            past: torch.Tensor = functional.embedding_bag(others, model.weight, mode="sum", sparse=True)
+            past.sum().backward()
+            optimizer.step()
+        found = noted.changed()
+        assert set(found.rows.tolist()) >= {20, 21, 22, *range(60, 68)} and found.whole is None
+        tracker.close()
+
     @pytest.mark.parametrize("sparse", [False, True])
     def test_a_functional_lookup_now_and_then(self, sparse: bool) -> None:
         model = embedding(sparse=sparse)
