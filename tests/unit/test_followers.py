@@ -263,13 +263,13 @@ def test_rows_that_reach_into_one_another_are_no_destination(tmp_path: Path) -> 
     run = crf.open_run(tmp_path / "run", mode="a")
     values = np.arange(12.0).reshape(4, 3)
     run.save(crf.State(tensors={"x": values}))
-    memory = np.zeros(40)
+    memory = np.zeros(60)  # steps reach 12 back from the middle, and 25 on
     for steps in ((1, 1), (2, 1), (-2, 1), (1, 3), (3, 0)):
-        out = np.lib.stride_tricks.as_strided(memory[20:], (4, 3), tuple(8 * step for step in steps))
+        out = np.lib.stride_tricks.as_strided(memory[30:], (4, 3), tuple(8 * step for step in steps))
         with pytest.raises(crf.InvalidInputError, match="overlaps itself"):
             run.load(out=crf.State(tensors={"x": out}))
     for steps in ((3, 1), (-4, 1), (1, 4), (7, 2), (-3, -1)):
-        out = np.lib.stride_tricks.as_strided(memory[20:], (4, 3), tuple(8 * step for step in steps))
+        out = np.lib.stride_tricks.as_strided(memory[30:], (4, 3), tuple(8 * step for step in steps))
         run.load(out=crf.State(tensors={"x": out}))
         assert out.tolist() == values.tolist()
 
