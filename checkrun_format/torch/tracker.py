@@ -141,6 +141,7 @@ class TouchedRows:
         elif self._steps <= _AUDITED_STEPS or self._steps % _AUDIT_EVERY == 0:
             self._audit(gradient_rows(self.parameter))
         self._number += 1
+        self._noted = None  # that was under the number before, which a snapshot forgets
         if self._number > _LAST:
             self.bitmap.clamp_(max=_OLDEST)
             self._number = _OLDEST + 1
@@ -165,7 +166,6 @@ class TouchedRows:
         if self._noted is None:
             return False
         rows, version = self._noted  # it is held, so that nothing else can be where it is
-        self._noted = None
         same = (reached.data_ptr(), reached.numel(), reached.stride()) == (rows.data_ptr(), rows.numel(), rows.stride())
         return same and reached.dtype == rows.dtype and rows._version == version  # noqa: SLF001
 

@@ -526,6 +526,18 @@ class TestPastTheHooks:
             noted = taken(tracker)
         assert noted == [2]
 
+    def test_a_gradient_on_ids_noted_before_a_step_and_a_snapshot(self) -> None:
+        """It lies where they do, but they are not noted any more."""
+        model = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        loss = model(torch.tensor([[1, 2]])).sum()
+        optimizer.step()
+        assert taken(tracker) == [1, 2]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2]
+
     @pytest.mark.usefixtures("large")
     def test_a_graph_across_a_step_and_a_snapshot_of_a_large_table(self) -> None:
         model = embedding()
