@@ -42,10 +42,17 @@ def to_array(array: object, what: str) -> Array:
     InvalidInputError
         Not an array, on a device that cannot be reached, or of a dtype that the format cannot store.
     """
+    return _storable(_viewed(array, what), what)
+
+
+def _viewed(array: object, what: str) -> Array:
     masked = sys.modules.get("numpy.ma")  # numpy imports it when it is first asked for, which takes longer than a read
     if masked is not None and isinstance(array, masked.MaskedArray):
         raise InvalidInputError(f"{what}: a masked array; fill it first")
-    view = np.asarray(array) if isinstance(array, np.ndarray) else _import(array, what)  # no matrix, no memmap
+    return np.asarray(array) if isinstance(array, np.ndarray) else _import(array, what)  # no matrix, no memmap
+
+
+def _storable(view: Array, what: str) -> Array:
     try:
         dtypes.name_of(view.dtype)
     except InvalidInputError as error:
@@ -80,7 +87,10 @@ def checked_device(device: object) -> str:
 
 def to_numpy(array: object, what: str) -> npt.NDArray[Any]:
     """The same for what is needed here: ids, keys and masks. A copy of what is on a device."""
-    return on_host(to_array(array, what))
+    view = _viewed(array, what)
+    if view.dtype.kind in "OSTU":
+        raise InvalidInputError(f"{what}: dtype {view.dtype} where integers of at most 64 bits, or a mask, are wanted")
+    return on_host(_storable(view, what))
 
 
 def to_writable(array: object, what: str) -> Array:

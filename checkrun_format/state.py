@@ -314,7 +314,8 @@ def _function_fields(name: str, table: Table, function: Function) -> tuple[tuple
         raise InvalidInputError(f"table {name!r}: from_function takes either rows= or keys=")
     if function.rows is not None:
         return specs, _whole(function.rows, name)
-    return specs, len(dlpack.to_numpy(table.keys, f"table {name!r}, keys"))
+    what = f"table {name!r}, keys"
+    return specs, as_ids(dlpack.to_numpy(table.keys, what), what).size
 
 
 def _whole(rows: object, name: str) -> int:

@@ -39,7 +39,7 @@ def read(path: Path, _stack: ExitStack) -> Contents:
         if name in arrays or name in extra:
             raise InvalidInputError(f"the name {name!r} is there twice, once its parts are joined with dots")
         if isinstance(value, torch.Tensor):
-            arrays[name] = dlpack.to_numpy(value, f"tensor {name!r}")
+            arrays[name] = dlpack.on_host(dlpack.to_array(value, f"tensor {name!r}"))
         elif _is_not_finite(value):
             arrays[name] = np.array(value)  # JSON cannot carry it
         else:

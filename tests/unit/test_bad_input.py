@@ -114,7 +114,7 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
         "table 'user', changed: row 6 is not in a table of 6 rows",
     ),
     "changed far too large": (lambda: user(changed=[2**40]), f"'user', changed: row {2**40} is not in"),
-    "changed beyond int64": (lambda: user(changed=[2**64]), "table 'user', changed: dtype object"),
+    "changed beyond int64": (lambda: user(changed=[2**64]), "changed: dtype object where integers of at most 64"),
     "changed of floats": (lambda: user(changed=[1.0]), "'user', changed: float64 where integers"),
     "changed of text": (lambda: user(changed=["1"]), "'user', changed: dtype <U1"),
     "changed a number": (lambda: user(changed=3), "'user', changed: 0 dimensions"),
@@ -124,7 +124,7 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
         "'user', changed: a mask of shape .5,. for 6 rows",
     ),
     "mask too long": (lambda: user(changed=np.ones(7, bool)), "'user', changed: a mask of shape .7,."),
-    "changed a slice": (lambda: user(changed=slice(0, 2)), "'user', changed: dtype object"),
+    "changed a slice": (lambda: user(changed=slice(0, 2)), "'user', changed: dtype object where integers"),
     "changed mixed": (lambda: user(changed={1, "a"}), "table 'user', changed: dtype <U"),
     "changed forgotten": (
         lambda: user(changed=None),

@@ -249,6 +249,7 @@ class TestRefused:
         [
             ({}, "either rows= or keys="),
             ({"rows": 3, "keys": [1, 2, 3]}, "either rows= or keys="),
+            ({"keys": 3}, "keys: 0 dimensions where a list of ids is wanted"),
             ({"rows": -1}, "rows=-1 is no number of rows"),
             ({"rows": 3.0}, "rows=3.0 is no number of rows"),
             ({"rows": True}, "rows=True is no number"),
