@@ -35,6 +35,7 @@ from checkrun_format.errors import (
     SaveCancelledError,
     StorageError,
     TableNotFoundError,
+    UnquantizedWarning,
     UnsupportedFeatureError,
     UnsupportedVersionError,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "TableNotFoundError",
     "TablePlanned",
     "TableView",
+    "UnquantizedWarning",
     "UnsupportedFeatureError",
     "UnsupportedVersionError",
     "__version__",

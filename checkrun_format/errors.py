@@ -187,5 +187,9 @@ class PruneWarning(UserWarning):
     """A prune in the background failed; nothing that it should keep is touched, and the next one goes on."""
 
 
+class UnquantizedWarning(UserWarning):
+    """Bits are given, but fit no field of what is saved, so that all of it is stored raw."""
+
+
 class TrackingWarning(UserWarning):
     """Rows change that no lookup read, so that saves store the table full or take more pains; or state is not saved."""

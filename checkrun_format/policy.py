@@ -196,9 +196,10 @@ class BitRule:
     Parameters
     ----------
     bits : None, 1..8, "auto", or mapping
-        None: raw. A number: the field `weight`. A mapping: table name or pattern (`*`, `?`) to None, a number, or a
-        mapping of field name to these; an exact name goes before patterns, patterns in their order; a table that
-        matches none is raw. An exact name may not name a field that the table lacks.
+        None: raw. A number: the field `weight`. A mapping: field name to None or a number; table name or pattern (`*`,
+        `?`) to None, which is the whole table, a number, or a mapping of field name to these. A table's own name goes
+        before patterns, patterns in their order, and what the first that fits does not say of a field, its name says;
+        a field that nothing is said of is raw. A table's own name may not name a field that the table lacks.
     expected_restores : number or Failures, optional
         For "auto": restores expected over the whole run.
     """
@@ -224,6 +225,12 @@ class BitRule:
             _check_bits(self.bits, "bits")
 
     @property
+    def quantizes(self) -> bool:
+        """Whether it gives bits to anything at all."""
+        said = self.bits.values() if isinstance(self.bits, Mapping) else [self.bits]
+        return any(any(value.values()) if isinstance(value, Mapping) else value for value in said)
+
+    @property
     def _expected(self) -> float:
         return float(self.expected_restores or 0)
 
@@ -243,9 +250,9 @@ class BitRule:
         InvalidInputError
             A field is named that cannot be quantized.
         """
-        chosen = self._for_table(table, restores) if isinstance(override, Inherit) else override
+        chosen = self._said(table, field.name, restores) if isinstance(override, Inherit) else override
         _check_field_bits(chosen, f"table {table!r}, bits")
-        fits = field.dtype in dtypes.FLOATING and field.columns is not None
+        fits = can_be_quantized(field)
         if not isinstance(chosen, Mapping):
             return None if chosen is None or field.name != "weight" or not fits else int(chosen)
         bits = chosen.get(field.name)
@@ -268,17 +275,31 @@ class BitRule:
         if unknown:
             raise InvalidInputError(f"bits of table {table!r}: the table has no field {min(unknown)!r}")
 
-    def _for_table(self, table: str, restores: int) -> FieldBits:
+    def _said(self, table: str, field: str, restores: int) -> FieldBits:
+        """What is said of a table, or else of fields of this name."""
         if self.bits == "auto":
             return 8 if restores > self._expected else recommended_bits(self._expected)
         if not isinstance(self.bits, Mapping):
             return self.bits
+        said = self._said_of(table)
+        if said is None or (field in said if isinstance(said, Mapping) else field == "weight"):
+            return said
+        by_name = self.bits.get(field)
+        return None if isinstance(by_name, Mapping) else {field: by_name}
+
+    def _said_of(self, table: str) -> FieldBits:
+        assert isinstance(self.bits, Mapping)
         if table in self.bits:
             return self.bits[table]
         for pattern, value in self.bits.items():
             if fnmatch.fnmatchcase(table, pattern.replace("[", "[[]")):  # a bracket is an ordinary character
                 return value
-        return None
+        return {}
+
+
+def can_be_quantized(field: FieldSpec) -> bool:
+    """Whether the values of a field can be codes."""
+    return field.dtype in dtypes.FLOATING and field.columns is not None
 
 
 def _check_field_bits(value: object, what: str) -> None:

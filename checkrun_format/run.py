@@ -74,9 +74,10 @@ def open_run(
         Most checkpoints from one base to the next, whatever the policy: no chain grows longer.
     bits : None, 1..8, "auto", or mapping
         How fields are quantized; to be given at each opening. None: raw. A plain number: the field `weight` of every
-        table, no other. A mapping: table name or pattern (`*`, `?`) to None, a number, or a mapping of field names to
-        these, as in `{"emb*": {"weight": 4, "exp_avg": 8}}`. "auto": by `expected_restores`, as Check-N-Run does: 2
-        bits up to 1 restore, 3 up to 3, 4 up to 20, else 8; and 8 as soon as there were more restores than expected.
+        table, no other. A mapping: field names, as in `{"weight": 4, "exp_avg": 8}`, or table names or patterns (`*`,
+        `?`) to None, a number, or a mapping of field names to these, as in `{"emb*": {"weight": 4, "exp_avg": 8}}`;
+        what is said of the table goes first. "auto": by `expected_restores`, as Check-N-Run does: 2 bits up to 1
+        restore, 3 up to 3, 4 up to 20, else 8; and 8 as soon as there were more restores than expected.
     expected_restores : number or Failures
         For bits="auto": how many restores are expected over the whole run, or figures of failures that tell.
     encoder : str or Method, optional

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -51,13 +52,14 @@ from checkrun_format.errors import (
     InvalidInputError,
     PrunedError,
     StorageError,
+    UnquantizedWarning,
 )
 from checkrun_format.forecast import Forecaster, SavePlan, Scale
 from checkrun_format.judging import Overlay
 from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
-from checkrun_format.policy import BaseRule, BitRule, Past
+from checkrun_format.policy import BaseRule, BitRule, Past, can_be_quantized
 from checkrun_format.quantize import Method
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.staging import (
@@ -238,10 +240,12 @@ class Saver:
             if parent not in (None, "auto"):
                 raise InvalidInputError(f"force_full saves a base; parent={parent!r} says otherwise")
             sources = {name: replace(source, changed=ALL) for name, source in sources.items()}
+        plans = {name: self._plans(source) for name, source in sources.items()}
+        self._warn_of_unused_bits(sources, plans)
         return Prepared(
             step=checked_step(step),
             sources=sources,
-            plans={name: self._plans(source) for name, source in sources.items()},
+            plans=plans,
             tensors=tensor_arrays(state.tensors),
             blobs=blob_bytes(state.blobs),
             extra=extra_json(state.extra),
@@ -277,6 +281,25 @@ class Saver:
             store_as=source.store_as,
             restores=self.ledger.restores(),
         )
+
+    def _warn_of_unused_bits(
+        self, sources: Mapping[str, TableSource], plans: Mapping[str, Sequence[FieldPlan]]
+    ) -> None:
+        """Warn if the run's bits fit no field, although one could be quantized: all of it would be raw in silence."""
+        rule = self._options.rule
+        heirs = [source for source in sources.values() if isinstance(source.bits, Inherit)]
+        if not rule.quantizes or any(plan.bits for source in heirs for plan in plans[source.name]):
+            return
+        left = [
+            f.name for source in heirs for f in source.fields if can_be_quantized(f) and f.name not in source.store_as
+        ]
+        if left:
+            warnings.warn(
+                f"bits={rule.bits!r} fits no field of any table: all of them are stored raw. A number is for fields "
+                f"named 'weight'; others are given by their names, as in bits={{{min(left)!r}: 8}}",
+                UnquantizedWarning,
+                stacklevel=5,
+            )
 
     def _table_plan(
         self, source: TableSource, plans: Sequence[FieldPlan], below: StoredCheckpoint | None

@@ -430,7 +430,7 @@ class TestBits:
             ({"*": 1, "item.a": 6}, [1, None, 1, 6]),
             ({"*": {"weight": 8}, "item.*": None}, [8, None, 8, 8]),
             ({"item.*": None, "*": 8}, [8, None, None, None]),
-            ({"USER": 4, "item.": 4}, [None] * 4),
+            ({"USER": 4, "item.": 4, "item.a": 2}, [None, None, None, 2]),
             ({"item.*": {"weight": None, "sum2": 4}, "*": {"sum2": 4}}, [None, 4, None, None]),
         ],
     )
@@ -451,6 +451,59 @@ class TestBits:
                 assert bits_of(found) == bits_of(tables[name][field])
             else:
                 assert_within_bound(found, tables[name][field], used)
+
+    @pytest.mark.parametrize(
+        ("bits", "wanted"),
+        [
+            ({"weight": 4, "sum2": 8}, [4, 8, 4, 4]),
+            ({"weight": 4, "sum2": None}, [4, None, 4, 4]),
+            ({"sum2": 8}, [None, 8, None, None]),
+            ({"*": 4, "sum2": 8}, [4, 8, 4, 4]),
+            ({"user": None, "weight": 4, "sum2": 8}, [None, None, 4, 4]),
+            ({"user": {"sum2": 2}, "weight": 4, "sum2": 8}, [4, 2, 4, 4]),
+            ({"weight": 4, "item.*": {"weight": 3}, "item.b": 2}, [4, None, 2, 3]),
+            ({"weight": {"sum2": 8}, "sum2": 1}, [None, 1, None, None]),
+        ],
+    )
+    def test_fields_by_name(self, tmp_path: Path, bits: Any, wanted: list[int | None]) -> None:
+        """What is said of a table goes before what is said of fields of any table."""
+        run = crf.open_run(tmp_path, "a", durable=False, bits=bits)
+        tables = {
+            "user": Table({"weight": weights(), "sum2": weights(12, 2)}),
+            "item.b": Table({"weight": weights()}),
+            "item.a": Table({"weight": weights()}),
+        }
+        assert list(self.bits_used(run.save(State(tables=tables))).values()) == wanted
+
+    def test_a_table_that_is_named_like_a_field(self, tmp_path: Path) -> None:
+        """As that of a model which is one embedding."""
+        run = crf.open_run(tmp_path, "a", durable=False, bits={"weight": 4, "exp_avg": 8})
+        table = Table({"weight": weights(), "exp_avg": weights()})
+        used = {"weight/weight": 4, "weight/exp_avg": 8}
+        assert self.bits_used(run.save(State(tables={"weight": table}))) == used
+
+    @pytest.mark.parametrize("bits", [4, "auto", {"user*": 4}, {"wieght": 4}, {"emb": None, "x": 4}])
+    def test_bits_that_fit_nothing(self, tmp_path: Path, bits: Any) -> None:
+        run = crf.open_run(tmp_path, "a", durable=False, bits=bits, expected_restores=1 if bits == "auto" else None)
+        state = State(tables={"t": Table({"emb": weights(), "ids": np.arange(12)})}, tensors={"x": weights()})
+        with pytest.warns(crf.UnquantizedWarning, match=r"bits=.* fits no field of any table.*as in bits=.'emb': 8."):
+            made = run.save(state)
+        assert self.bits_used(made)["t/emb"] is None
+
+    @pytest.mark.parametrize("bits", [None, {"emb": None}, {"*": {"emb": None}}, {}, {"emb": 3, "other": 4}])
+    def test_bits_that_fit_something_or_ask_for_nothing(self, tmp_path: Path, bits: Any) -> None:
+        run = crf.open_run(tmp_path, "a", durable=False, bits=bits)
+        made = run.save(State(tables={"t": Table({"emb": weights()})}))
+        assert self.bits_used(made) == {"t/emb": (bits or {}).get("emb")}
+
+    def test_tables_that_say_themselves_warn_of_nothing(self, tmp_path: Path) -> None:
+        run = crf.open_run(tmp_path, "a", durable=False, bits=4)
+        tables = {
+            "t": Table({"emb": weights()}, bits=None),
+            "half": Table({"emb": weights()}, store_as={"emb": "float16"}),
+            "ids": Table({"ids": np.arange(4)}),
+        }
+        assert set(self.bits_used(run.save(State(tables=tables))).values()) == {None}
 
     def test_brackets_are_no_pattern(self, tmp_path: Path) -> None:
         """Names such as `emb[0]` are common; only `*` and `?` are special."""
