@@ -109,8 +109,8 @@ def open_run(
     """
     if mode not in ("r", "a"):
         raise InvalidInputError(f"mode {mode!r}; 'r' to read, 'a' to save too")
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
-        raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or not 1 <= chunk_bytes <= 1 << 30:
+        raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a number of bytes from 1 to 1 << 30")
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     budget = Budget(max_host_bytes)

@@ -32,6 +32,10 @@ ALL: Final = All()
 """`changed=ALL`: every row may have changed."""
 
 
+_MOST_COLUMNS = 2**27 - 1
+"""A row of them, of whatever dtype, is within a chunk (ZAR-2)."""
+
+
 class Inherit:
     """The type of `INHERIT`."""
 
@@ -297,6 +301,8 @@ def _check_shape(shape: tuple[int, ...], what: str) -> None:
         raise InvalidInputError(f"{what}: shape {shape}; fields are (rows, columns) or (rows,)")
     if len(shape) == 2 and shape[1] == 0:
         raise InvalidInputError(f"{what}: shape {shape} has no columns")
+    if len(shape) == 2 and shape[1] > _MOST_COLUMNS:
+        raise InvalidInputError(f"{what}: {shape[1]} columns; at most {_MOST_COLUMNS} can be stored")
 
 
 def spec_of(name: str, array: Array) -> FieldSpec:
@@ -329,8 +335,11 @@ def _spec_given(table: str, name: str, spec: object, device: str | None) -> Fiel
     if not isinstance(spec, tuple) or len(spec) != 2:
         raise InvalidInputError(f"table {table!r}, field {name!r}: give (dtype, columns), not {spec!r}")
     dtype, columns = spec
-    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 1):
-        raise InvalidInputError(f"table {table!r}, field {name!r}: columns {columns!r}; give None or at least 1")
+    if columns is not None and (
+        isinstance(columns, bool) or not isinstance(columns, int) or not 1 <= columns <= _MOST_COLUMNS
+    ):
+        wanted = f"give None or a number from 1 to {_MOST_COLUMNS}"
+        raise InvalidInputError(f"table {table!r}, field {name!r}: columns {columns!r}; {wanted}")
     try:
         known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
     except InvalidInputError as error:

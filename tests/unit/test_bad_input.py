@@ -145,6 +145,10 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: user(total=np.ma.masked_array(SUM, SUM > 2)),
         "table 'user', field 'sum': a masked array; fill it first",
     ),
+    "too many columns": (
+        lambda: user(weight=np.broadcast_to(np.int8(1), (6, 2**27))),
+        "'user', field 'weight': 134217728 columns; at most 134217727 can be stored",
+    ),
     "objects": (
         lambda: user(total=SUM.astype(object)),
         "'user', field 'sum': dtype object cannot be stored",
@@ -360,7 +364,8 @@ class TestOpening:
             ({"bits": "auto", "expected_restores": -1}, "needs expected_restores=, not -1: a number from 0 on"),
             ({"bits": "auto", "expected_restores": float("nan")}, "not nan"),
             ({"bits": "auto", "expected_restores": "2"}, "not '2'"),
-            ({"chunk_bytes": 0}, "chunk_bytes 0; a positive number"),
+            ({"chunk_bytes": 0}, "chunk_bytes 0; a number of bytes from 1 to 1 << 30"),
+            ({"chunk_bytes": 2**30 + 1}, "chunk_bytes 1073741825; a number of bytes from 1"),
             ({"chunk_bytes": -5}, "chunk_bytes -5"),
             ({"chunk_bytes": 1.5}, "chunk_bytes 1.5"),
             ({"chunk_bytes": True}, "chunk_bytes True"),

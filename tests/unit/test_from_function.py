@@ -261,7 +261,14 @@ class TestRefused:
             ({"rows": 3, "fields": {"Weight": ("f4", 2)}}, "field name 'Weight'"),
             ({"rows": 3, "fields": {"w": "f4"}}, "field 'w': give .dtype, columns., not 'f4'"),
             ({"rows": 3, "fields": {"w": ("f4",)}}, "field 'w': give"),
-            ({"rows": 3, "fields": {"w": ("f4", 0)}}, "field 'w': columns 0; give None or at least 1"),
+            (
+                {"rows": 3, "fields": {"w": ("f4", 0)}},
+                "field 'w': columns 0; give None or a number from 1 to 134217727",
+            ),
+            (
+                {"rows": 3, "fields": {"w": ("f4", 2**27)}},
+                "field 'w': columns 134217728; give None or a number from 1 to",
+            ),
             ({"rows": 3, "fields": {"w": ("f4", -3)}}, "field 'w': columns -3"),
             ({"rows": 3, "fields": {"w": ("f4", 1.0)}}, "field 'w': columns 1.0"),
             ({"rows": 3, "fields": {"w": ("f4", True)}}, "field 'w': columns True"),
