@@ -321,7 +321,7 @@ class Checkpoint:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all objects of the checkpoint, the manifest included, the commit apart."""
-        return self.commit.stored_bytes + self.commit.manifest.bytes
+        return self.commit.bytes
 
     @property
     def tables(self) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from checkrun_format import layout, versions
-from checkrun_format.errors import DamagedError, NotARunError
+from checkrun_format.errors import CheckrunError, DamagedError, NotARunError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Sequence53 = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_SEQUENCE)]
@@ -43,6 +43,13 @@ class Problem(Record, frozen=True, kw_only=True):
     place: str
     kind: str
     message: str
+
+    @classmethod
+    def of(cls, error: CheckrunError, place: str) -> Problem:
+        """An error as a problem; at `place` if the error does not know better."""
+        if isinstance(error, DamagedError):
+            return cls(place=error.place, kind=error.kind, message=error.problem)
+        return cls(place=place, kind=error.kind, message=str(error))
 
 
 class RunDocument(Record, frozen=True, kw_only=True):
@@ -86,6 +93,16 @@ class Commit(Record, frozen=True, kw_only=True):
     policy: PolicyNote
     stored_bytes: Count
     manifest: Digest
+
+    @property
+    def prefix(self) -> str:
+        """Where the objects of its attempt are."""
+        return layout.attempt_prefix(self.sequence, self.attempt)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all objects of the checkpoint, the manifest included, the commit apart."""
+        return self.stored_bytes + self.manifest.bytes
 
 
 class Pruned(Record, frozen=True, kw_only=True):

@@ -209,7 +209,7 @@ class Saver:
             policy=decided.note.name,
             reason=decided.note.reason,
             tables=tuple(planned(entry, prepared.sources[entry.name], part_lists) for entry in content.tables),
-            stored_bytes=_size(sealed),
+            stored_bytes=sealed.bytes,
             objects=sum(1 + len(objects_of(part_list.document)) for part_list in part_lists) + 3,
             free_bytes=self._store.free_bytes(),
         )
@@ -416,8 +416,8 @@ class Saver:
     def _past(self, chain: Sequence[StoredCheckpoint]) -> Past:
         base = chain[-1].commit
         known = self.ledger.increments(base)
-        sizes = [_size(increment) for increment in known]
-        return Past(base_bytes=_size(base), increments=(*_earlier(base, known), *sizes), layers=len(chain))
+        sizes = [increment.bytes for increment in known]
+        return Past(base_bytes=base.bytes, increments=(*_earlier(base, known), *sizes), layers=len(chain))
 
     # A stored checkpoint again ----------------------------------------------------------------------------------------
 
@@ -712,7 +712,3 @@ def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
     if not isinstance(count, int) or not isinstance(total, int) or not 0 < count < known[0].sequence - base.sequence:
         return []
     return [total // count + (place < total % count) for place in range(count)]
-
-
-def _size(commit_record: Commit) -> int:
-    return commit_record.stored_bytes + commit_record.manifest.bytes

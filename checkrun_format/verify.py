@@ -125,7 +125,7 @@ def newest_sound(store: Store) -> tuple[int | None, dict[int, Problem]]:
         try:
             occupant = history.occupant(number)
         except DamagedError as error:
-            passed[number] = _problem(error, error.place)
+            passed[number] = Problem.of(error, error.place)
             continue
         if not isinstance(occupant, Commit):
             continue
@@ -185,13 +185,13 @@ def _problems(history: History, sequence: int, *, fast: bool) -> list[Problem]:
     try:
         occupant = history.occupant(sequence)
     except CheckrunError as error:
-        return [_problem(error, key)]
+        return [Problem.of(error, key)]
     listing = history.store.list(layout.folder(sequence))
     if isinstance(occupant, Commit):
         try:
             stored = history.get(sequence)
         except PrunedError as error:  # since
-            return [_problem(error, key)]
+            return [Problem.of(error, key)]
         below = _caught(lambda: history.parent(stored), key) or _caught(lambda: _predecessor(history, stored), key)
         return below + list(_checkpoint(history, stored, listing, fast=fast))
     problems = [Problem(place=name, kind="litter", message="no checkpoint needs it") for name in listing if name != key]
@@ -428,11 +428,5 @@ def _caught(check: Callable[[], object], place: str) -> list[Problem]:
     try:
         check()
     except CheckrunError as error:
-        return [_problem(error, place)]
+        return [Problem.of(error, place)]
     return []
-
-
-def _problem(error: CheckrunError, place: str) -> Problem:
-    if isinstance(error, DamagedError):
-        return Problem(place=error.place, kind=error.kind, message=error.problem)
-    return Problem(place=place, kind=error.kind, message=str(error))

@@ -12,7 +12,6 @@ from checkrun_format.changes import Changes
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.cli import document, endings
 from checkrun_format.cli.address import parse_run, run_argument
-from checkrun_format.cli.census import problem_of
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import JSON_VALUES, epilog
 from checkrun_format.cli.page import Column, Page, Sheet
@@ -121,7 +120,7 @@ class Feed:
                     seen = True
                     yield batch
         except (DamagedError, StorageError) as error:
-            found = problem_of(error, "")
+            found = Problem.of(error, "")
             message = f"{found.message}; what changed beyond is not shown"
             self.problems.append(Problem(place=found.place, kind=found.kind, message=message))
         if self._table is not None and not seen and not self.problems:
