@@ -13,7 +13,6 @@ from checkrun_format.errors import (
     BurntError,
     BurntNumberWarning,
     CheckpointNotFoundError,
-    CheckrunError,
     DamagedError,
     HistoryPrunedError,
     NotARunError,
@@ -302,8 +301,7 @@ def _layer_problem(above: TableEntry, below: TableEntry) -> str | None:
     return None
 
 
-def _explained(error: CheckrunError, number: int) -> DamagedError:
-    assert isinstance(error, DamagedError)
+def _explained(error: DamagedError, number: int) -> DamagedError:
     return DamagedError(
         error.place,
         f"{error.problem}. It may have been checkpoint {number}: repair it from a copy, open another checkpoint by "

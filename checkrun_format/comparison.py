@@ -13,10 +13,9 @@ from checkrun_format import dtypes
 from checkrun_format.chain import History
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import live_keys, read_rows, stored_ids, tombstones
+from checkrun_format.resolver import Layers, live_keys, read_rows, stored_ids, tombstones
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange
 
-Layers: TypeAlias = list[tuple[StoredCheckpoint, TableEntry]]
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Literal, SupportsFloat, TypeAlias
 
 import numpy as np
 
-from checkrun_format import dtypes
+from checkrun_format import dtypes, layout
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.state import FieldSpec, Inherit
 
@@ -276,7 +275,7 @@ class BitRule:
         if table in self.bits:
             return self.bits[table]
         for pattern, value in self.bits.items():
-            if fnmatch.fnmatchcase(table, pattern.replace("[", "[[]")):  # a bracket is an ordinary character
+            if layout.matches(table, pattern):
                 return value
         return None
 
