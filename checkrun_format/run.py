@@ -136,7 +136,7 @@ class Run:
             self._history.create_run()
         self._history.check_run()
         self._mode = mode
-        self._writing = Saver(store, self._history, options) if mode == "a" else None
+        self._writing = Saver(self._history, options) if mode == "a" else None
         self._keep = keep
         self._pruner = None if keep is None else Pruner(self._history, keep)
 
@@ -324,12 +324,12 @@ class Run:
             only, give these `changed=ALL` instead.
         stage : callable, optional
             For a state that goes on changing while it is saved. Called once it is decided what is stored, before
-            anything is written: takes, for each table of which rows are stored, which ones and how (`saving.Stored`);
-            gives, for each of its fields, an array of just these rows, in their order, that stays as it is until the
-            save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Of tables on a device,
-            raw fields may come to the CPU; what is to be quantized stays there, where it may get other codes. Tables
-            are not read afterwards; tensors have to be copies already. It is called once more if the save has to be
-            laid over another checkpoint than was thought.
+            anything is written: takes, for each table of which rows are stored, which ones and how
+            (`arranging.Stored`); gives, for each of its fields, an array of just these rows, in their order, that stays
+            as it is until the save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Of
+            tables on a device, raw fields may come to the CPU; what is to be quantized stays there, where it may get
+            other codes. Tables are not read afterwards; tensors have to be copies already. It is called once more if
+            the save has to be laid over another checkpoint than was thought.
         check : callable, optional
             Called now and then, last of all before the commit; what it raises abandons the save.
 
