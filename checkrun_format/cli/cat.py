@@ -10,7 +10,6 @@ import click
 import numpy as np
 
 from checkrun_format import dtypes
-from checkrun_format.checkpoint import TableView
 from checkrun_format.cli import document, endings
 from checkrun_format.cli.address import IdsType, SliceType, address_argument, checkpoint_at
 from checkrun_format.cli.document import json_option
@@ -20,6 +19,7 @@ from checkrun_format.cli.salvage import Piece, Salvage
 from checkrun_format.cli.values import Arrays, Grid, objects
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Problem
+from checkrun_format.view import TableView
 
 _PIECE_BYTES = 4 << 20
 """Decoded bytes that are read at a time, about."""

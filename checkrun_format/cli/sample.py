@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes, layout
-from checkrun_format.checkpoint import TableView
 from checkrun_format.cli.address import checkpoint_at
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.inventory import FileTable
 from checkrun_format.rows import Ids
+from checkrun_format.view import TableView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes, packing
-from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange import exporter, kinds
 from checkrun_format.interchange.contents import Array, Entry
@@ -30,6 +30,7 @@ from checkrun_format.manifest import Field
 from checkrun_format.packing import U8
 from checkrun_format.resolver import Layers, Piece, as_stored, live_keys, pieces
 from checkrun_format.rows import Ids, Mask, Selection, Wanted, WantedIds, WantedRange
+from checkrun_format.view import TableView
 
 WIDTHS: Final = (2, 4, 8)
 """Bits that the fused layout knows."""

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
-from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_bits, recorded_plans, same_bits
@@ -23,6 +23,7 @@ from checkrun_format.run import Run, open_run
 from checkrun_format.saving import checked_step
 from checkrun_format.state import ALL, All, State, Table, extra_json
 from checkrun_format.stores import Store
+from checkrun_format.view import TableView
 
 RAW: Final = "raw"
 """`bits=RAW`: not quantized."""
