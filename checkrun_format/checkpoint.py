@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes
@@ -13,6 +12,7 @@ from checkrun_format.chain import History
 from checkrun_format.changes import Changes, changes
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError, NotFoundError
+from checkrun_format.integers import whole
 from checkrun_format.manifest import Commit
 from checkrun_format.placement import Placement
 from checkrun_format.readahead import reading_ahead
@@ -251,11 +251,11 @@ class Checkpoint:
             A checkpoint on the way is gone; load the whole instead.
         """
         since = other.sequence if isinstance(other, Checkpoint) else other
-        if isinstance(since, bool) or not isinstance(since, int | np.integer) or not 0 < since <= self.sequence:
-            raise InvalidInputError(f"changes since {since!r}: give the number of a checkpoint up to {self.sequence}")
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int | np.integer) or max_bytes < 1:
-            raise InvalidInputError(f"max_bytes {max_bytes!r}; at least 1")
-        return changes(self._history, self._stored, int(since), int(max_bytes), raw=raw)
+        number = whole(
+            since, f"changes since {since!r}: give the number of a checkpoint up to {self.sequence}", 1, self.sequence
+        )
+        size = whole(max_bytes, f"max_bytes {max_bytes!r}; at least 1", 1)
+        return changes(self._history, self._stored, number, size, raw=raw)
 
     def zarr(self) -> zarr.Group:
         """The checkpoint's arrays as a read-only Zarr group, exactly as they are stored."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from checkrun_format.chain import History
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 from checkrun_format.ledger import Ledger
 from checkrun_format.manifest import Commit, PolicyNote
 from checkrun_format.policy import BaseRule, BitRule, Past
@@ -50,10 +50,11 @@ class Chooser:
                 "save a base"
             )
         chain = {below.commit.sequence: below for below in self._history.chain(origin)}
-        number = origin.commit.sequence if parent == "latest" else parent
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number not in chain:
-            raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}")
-        return chain[int(number)]
+        refusal = f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}"
+        number = origin.commit.sequence if parent == "latest" else whole(parent, refusal)
+        if number not in chain:
+            raise InvalidInputError(refusal)
+        return chain[number]
 
     def decide(self, parent: int | str | None, *, force_full: bool = False) -> Decided:
         """Over which checkpoint to save, and why; parent and `force_full` as of `Run.save`."""

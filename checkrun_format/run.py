@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self, SupportsFloat
 
-import numpy as np
-
 from checkrun_format.arranging import Stage
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
@@ -25,6 +23,7 @@ from checkrun_format.errors import (
     PrunedError,
 )
 from checkrun_format.forecast import SavePlan
+from checkrun_format.integers import whole
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
 from checkrun_format.pruning import Pruner, Pruning
@@ -108,8 +107,7 @@ def open_run(
     """
     if mode not in ("r", "a"):
         raise InvalidInputError(f"mode {mode!r}; 'r' to read, 'a' to save too")
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
-        raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
+    chunk_bytes = whole(chunk_bytes, f"chunk_bytes {chunk_bytes!r}; a positive number of bytes", least=1)
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     budget = Budget(max_host_bytes)
@@ -178,7 +176,7 @@ class Run:
         ------
         CheckpointNotFoundError, PrunedError, BurntError, DamagedError
         """
-        stored = self._history.get(_checked_number(sequence, "run[...]"))
+        stored = self._history.get(_number_of(sequence, "run[...]"))
         stored.check()
         return Checkpoint(self._history, stored)
 
@@ -259,7 +257,7 @@ class Run:
         """
         if not poll >= 0:
             raise InvalidInputError(f"poll {poll!r}; seconds, at least 0")
-        held = 0 if since is None else _checked_number(since, "follow")
+        held = 0 if since is None else _number_of(since, "follow")
         return self._followed(held, poll, stop or threading.Event())
 
     def _followed(self, held: int, poll: float, stop: threading.Event) -> Iterator[Checkpoint]:
@@ -434,12 +432,12 @@ class Run:
             raise InvalidInputError("fallback=True looks for the checkpoint itself: give no number")
         saver = self._saver
         with saver.lock:
-            if isinstance(checkpoint, Checkpoint):
-                checkpoint = checkpoint.sequence
             if fallback:
                 chosen = self.newest_sound()
+            elif checkpoint is None:
+                chosen = self.latest(skip_damaged=skip_damaged)
             else:
-                chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
+                chosen = self[_number_of(checkpoint, "restore")]
             state: State = chosen.load(
                 tables=tables, out=out, framework=framework, device=device, max_host_bytes=max_host_bytes
             )
@@ -451,9 +449,8 @@ class Run:
 
         As several ranks do it, each of which reads its own rows. Counts as a restore.
         """
-        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
         with self._saver.lock:
-            self._saver.ledger.restored_from(self[sequence].sequence)
+            self._saver.ledger.restored_from(self[_number_of(checkpoint, "restored_from")].sequence)
 
     def continue_from(
         self, checkpoint: int | Checkpoint, *, settled: Mapping[str, Sequence[FieldPlan]] | None = None
@@ -471,10 +468,9 @@ class Run:
             Tables of which every other row is known to encode to the bits that are stored, and by which plans:
             only of these are rows that are stored again, but did not change, not told as changed.
         """
-        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
         with self._saver.lock:
             plans = {name: list(fields) for name, fields in (settled or {}).items()}
-            self._saver.ledger.compared_with(self[sequence].sequence, plans)
+            self._saver.ledger.compared_with(self[_number_of(checkpoint, "continue_from")].sequence, plans)
 
     def newest_sound(self) -> Checkpoint:
         """The newest checkpoint whose whole chain is sound; newer ones are named in a FallbackWarning and in the log.
@@ -502,7 +498,7 @@ class Run:
         The run has no origin afterwards: restore before the next increment.
         """
         with self._saver.lock:
-            return self._committed(self._saver.rollback(_checked_number(sequence, "rollback")))
+            return self._committed(self._saver.rollback(_number_of(sequence, "rollback")))
 
     def compact(self) -> Checkpoint:
         """Commit the latest state again as one base, without decoding; origin and pending rows move along."""
@@ -543,8 +539,7 @@ class Run:
             There is no such checkpoint, or its chain is not whole.
         """
         self._check_may_write()
-        number = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else _checked_number(checkpoint, "tag")
-        Tags(self._history).put(name, number)
+        Tags(self._history).put(name, _number_of(checkpoint, "tag"))
 
     def untag(self, name: str) -> None:
         """Forget a name; the checkpoint itself stays until a prune.
@@ -611,10 +606,11 @@ class Run:
         return checkpoint
 
 
-def _checked_number(sequence: object, call: str) -> int:
-    if isinstance(sequence, bool) or not isinstance(sequence, int | np.integer):
-        raise InvalidInputError(f"{call}: {sequence!r} is not the number of a checkpoint; run.at(step=) finds a step")
-    return int(sequence)
+def _number_of(checkpoint: object, call: str) -> int:
+    """The number of a checkpoint that is given as such, or by its number."""
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.sequence
+    return whole(checkpoint, f"{call}: {checkpoint!r} is not the number of a checkpoint; run.at(step=) finds a step")
 
 
 __all__ = ["Run", "open_run"]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from checkrun_format import layout
 from checkrun_format.arranging import (
     Stage,
@@ -34,6 +32,7 @@ from checkrun_format.dlpack import Array
 from checkrun_format.encodings import Encodings
 from checkrun_format.errors import DamagedError, InvalidInputError, PrunedError, StorageError
 from checkrun_format.forecast import Forecaster, SavePlan, Scale
+from checkrun_format.integers import whole
 from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, PolicyNote, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
@@ -367,11 +366,7 @@ class Saver:
 
 def checked_step(step: object) -> int | None:
     """Accept a step, or None."""
-    if step is None:
-        return None
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= int(step) < 2**63:
-        raise InvalidInputError(f"step {step!r}; a number from 0 on, or None")
-    return int(step)
+    return None if step is None else whole(step, f"step {step!r}; a number from 0 on, or None", 0, 2**63 - 1)
 
 
 def _checked_names(names: object, what: str) -> tuple[Any, ...]:

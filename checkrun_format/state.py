@@ -14,6 +14,7 @@ import numpy.typing as npt
 from checkrun_format import dlpack, dtypes, layout, quantize
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 from checkrun_format.quantize import Method
 from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, length, sorted_ids
 
@@ -313,14 +314,8 @@ def _function_fields(name: str, table: Table, function: Function) -> tuple[tuple
     if (function.rows is None) == (table.keys is None):
         raise InvalidInputError(f"table {name!r}: from_function takes either rows= or keys=")
     if function.rows is not None:
-        return specs, _whole(function.rows, name)
+        return specs, whole(function.rows, f"table {name!r}: rows={function.rows!r} is no number of rows", least=0)
     return specs, len(dlpack.to_numpy(table.keys, f"table {name!r}, keys"))
-
-
-def _whole(rows: object, name: str) -> int:
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 0:
-        raise InvalidInputError(f"table {name!r}: rows={rows!r} is no number of rows")
-    return int(rows)
 
 
 def _spec_given(table: str, name: str, spec: object, device: str | None) -> FieldSpec:
@@ -328,8 +323,8 @@ def _spec_given(table: str, name: str, spec: object, device: str | None) -> Fiel
     if not isinstance(spec, tuple) or len(spec) != 2:
         raise InvalidInputError(f"table {table!r}, field {name!r}: give (dtype, columns), not {spec!r}")
     dtype, columns = spec
-    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 1):
-        raise InvalidInputError(f"table {table!r}, field {name!r}: columns {columns!r}; give None or at least 1")
+    if columns is not None:
+        columns = whole(columns, f"table {table!r}, field {name!r}: columns {columns!r}; give None or at least 1", 1)
     try:
         known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
     except InvalidInputError as error:

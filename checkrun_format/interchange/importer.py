@@ -13,6 +13,7 @@ from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
+from checkrun_format.integers import whole
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_bits, recorded_plans, same_bits
 from checkrun_format.interchange.contents import Contents
@@ -166,8 +167,7 @@ def _latest(run: Run) -> Checkpoint | None:
 def _check_bits(bits: Width, tables: Collection[FileTable]) -> None:
     if bits is None or bits == RAW:
         return
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
-        raise InvalidInputError(f"bits {bits!r}; 1 to 8, or {RAW!r}")
+    whole(bits, f"bits {bits!r}; 1 to 8, or {RAW!r}", 1, 8)
     if not any(_fits(table) for table in tables):
         shown = ", ".join(f"{table.name!r} ({table.spec()[0][1]})" for table in list(tables)[:3]) or "none"
         raise InvalidInputError(f"{bits} bits: no table (rows, columns) of floating-point numbers; tables are: {shown}")
