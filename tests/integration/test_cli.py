@@ -666,6 +666,16 @@ class TestVerify:
         assert (made["safe"], len(made["affected"])) == ([1, 7, 8], 5)
         assert made["affected"][1] == {"sequence": 3, "broken_at": 2}
 
+    def test_a_commit_that_is_gone(self, copy: Path) -> None:
+        """Nothing lies over it, but the next one names it, and a prune would have left a marker (PRU-1)."""
+        shutil.rmtree(copy / "00000004")
+        assert checkrun("verify", copy, "--fast", code=1).stdout.splitlines() == [
+            "00000004/zarr.json: damaged: the commit is missing: checkpoint 5 follows it",
+            "7 numbers checked: 1 damaged.",
+            "Affected: 4.",
+            "Safe: 1-3, 5-8.",
+        ]
+
     def test_litter_alone_is_fine(self, copy: Path) -> None:
         (copy / "00000003" / "left-over").write_text("litter")
         made = checkrun("verify", copy, "--json")
