@@ -9,7 +9,6 @@ from typing import Any
 from checkrun_format import layout
 from checkrun_format.arranging import is_lossy
 from checkrun_format.attempts import Attempts
-from checkrun_format.chain import same_kind
 from checkrun_format.choosing import Decided
 from checkrun_format.commit import (
     Claim,
@@ -96,7 +95,7 @@ class Assembly:
         keeps = not quantized and entry.name not in self._ledger.lossy
         continues = keeps or self._ledger.as_before(entry.name, plans) is not None
         continues = continues and bool(self._ledger.continuing([entry]))
-        continues = continues and before is not None and same_kind(entry, before)
+        continues = continues and before is not None and entry.kind == before.kind
         try:
             self._overlay.check_increment(entry, before)
             self._overlay.needed(entry)

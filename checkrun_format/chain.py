@@ -282,17 +282,8 @@ def _check_meant(below: StoredCheckpoint, checkpoint: StoredCheckpoint, sha256: 
         raise DamagedError(place, f"not the one that checkpoint {above} was laid over (MAN-2)")
 
 
-def same_kind(one: TableEntry, other: TableEntry) -> bool:
-    """Whether two layers of a table have the same addressing, key dtype and fields (LAY-2)."""
-    return (one.addressing, one.key_dtype, _fields(one)) == (other.addressing, other.key_dtype, _fields(other))
-
-
-def _fields(entry: TableEntry) -> set[tuple[str, str, int | None]]:
-    return {(f.name, f.dtype, f.columns) for f in entry.fields}
-
-
 def _layer_problem(above: TableEntry, below: TableEntry) -> str | None:
-    if not same_kind(above, below):
+    if above.kind != below.kind:
         return "fields or addressing differ from the parent's (LAY-2)"
     if above.rows is not None and below.rows is not None and above.rows < below.rows:
         return f"{above.rows} rows over {below.rows} in the parent (LAY-3)"

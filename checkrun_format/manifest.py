@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -137,6 +137,10 @@ class Field(Record, frozen=True, kw_only=True):
     encoder: dict[str, Any] | None
 
 
+TableKind: TypeAlias = tuple[str, str | None, frozenset[tuple[str, str, int | None]]]
+"""Addressing, key dtype, and the fields: name, logical dtype and columns of each."""
+
+
 class TableEntry(Record, frozen=True, kw_only=True):
     """One table of a manifest (5.4)."""
 
@@ -147,6 +151,11 @@ class TableEntry(Record, frozen=True, kw_only=True):
     rows: Count | None
     storage: str
     fields: Annotated[list[Field], msgspec.Meta(min_length=1)]
+
+    @property
+    def kind(self) -> TableKind:
+        """What its layers have in common (LAY-2)."""
+        return self.addressing, self.key_dtype, frozenset((f.name, f.dtype, f.columns) for f in self.fields)
 
 
 class TensorEntry(Record, frozen=True, kw_only=True):

@@ -47,6 +47,11 @@ def as_ids(values: npt.NDArray[Any], what: str) -> Ids:
     return native.view(np.int64) if native.dtype == np.uint64 else native.astype(np.int64, copy=False)
 
 
+def key_dtype_of(keys: npt.NDArray[Any]) -> str:
+    """The key dtype of a table with these keys: `uint64` if they may be too large for `int64`."""
+    return "uint64" if keys.dtype.kind == "u" and keys.dtype.itemsize == 8 else "int64"
+
+
 def of_other_sign(given: npt.NDArray[Any], ids: Ids, key_dtype: str | None) -> npt.NDArray[Any]:
     """Those of the given ids that no row or key of a table can be, although their bits as int64 may be one's.
 

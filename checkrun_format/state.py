@@ -15,8 +15,9 @@ from checkrun_format import dlpack, dtypes, layout, quantize
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.integers import whole
+from checkrun_format.manifest import TableKind
 from checkrun_format.quantize import Method
-from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, length, sorted_ids
+from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, key_dtype_of, length, sorted_ids
 
 ArrayLike: TypeAlias = Any
 """numpy, or anything with `__dlpack__` (torch, jax, cupy, ...), on the CPU or on a device."""
@@ -203,6 +204,11 @@ class TableSource:
         """`dense` or `keyed`."""
         return "dense" if self.keys is None else "keyed"
 
+    @property
+    def kind(self) -> TableKind:
+        """What a stored table must have in common with it, to be laid under it (LAY-2)."""
+        return self.addressing, self.key_dtype, frozenset((f.name, f.dtype, f.columns) for f in self.fields)
+
 
 def _as_dict(given: Any, what: str) -> dict[Any, Any]:
     if not hasattr(given, "keys"):
@@ -366,7 +372,7 @@ def _keys(name: str, table: Table, rows: int) -> tuple[Ids | None, str | None, I
     keys = as_ids(given, f"table {name!r}, keys")
     if keys.size != rows:
         raise InvalidInputError(f"table {name!r}: {keys.size} keys for {rows} rows")
-    key_dtype = "uint64" if given.dtype.kind == "u" and given.dtype.itemsize == 8 else "int64"
+    key_dtype = key_dtype_of(given)
     if keys.size < 2 or bool((keys[1:] > keys[:-1]).all()):
         return keys.copy(), key_dtype, None
     order = np.argsort(keys, kind="stable")

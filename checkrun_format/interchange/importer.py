@@ -18,7 +18,6 @@ from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_bits, recorded_plans, same_bits
 from checkrun_format.interchange.contents import Contents
 from checkrun_format.interchange.inventory import FileTable, Inventory
-from checkrun_format.manifest import TableEntry
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run, open_run
 from checkrun_format.saving import checked_step
@@ -227,7 +226,7 @@ def _continued(before: TableView | None, table: FileTable, bits: Width, advance:
     if before is None:
         return _Continued(changed=None, plans=fresh)
     layers = before.layers()
-    if not _is_same_kind(table, layers[0][1]):
+    if table.kind != layers[0][1].kind:
         kept = recorded_bits(layers, table.main_field) if bits is None else bits
         return _Continued(changed=ALL, plans=_fresh_plans(table, kept), replaced=True)
     recorded = recorded_plans(layers, table)
@@ -258,14 +257,6 @@ def _fresh_plans(table: FileTable, bits: Width) -> dict[str, FieldPlan]:
 
 def _way(plan: FieldPlan) -> tuple[int | None, str | None]:
     return plan.bits, plan.store_as
-
-
-def _is_same_kind(table: FileTable, entry: TableEntry) -> bool:
-    """Whether a table in a file has the addressing and fields of a stored one (LAY-2)."""
-    key_dtype = None
-    if table.keys is not None:
-        key_dtype = "uint64" if table.keys.dtype.kind == "u" and table.keys.dtype.itemsize == 8 else "int64"
-    return key_dtype == entry.key_dtype and set(table.spec()) == {(f.name, f.dtype, f.columns) for f in entry.fields}
 
 
 def _told(table: FileTable, c: _Continued) -> ImportedTable:

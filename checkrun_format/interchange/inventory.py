@@ -17,8 +17,8 @@ import numpy as np
 from checkrun_format import dtypes, layout
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange.contents import Array, Contents
-from checkrun_format.manifest import Field
-from checkrun_format.rows import Ids, Selection, as_ids, as_slice
+from checkrun_format.manifest import Field, TableKind
+from checkrun_format.rows import Ids, Selection, as_ids, as_slice, key_dtype_of
 from checkrun_format.state import Table, table_source
 
 MANY_ROWS: Final = 10_000
@@ -102,6 +102,12 @@ class FileTable:
             (name, dtypes.name_of(array.dtype), int(array.shape[1]) if array.ndim == 2 else None)
             for name, array in self.fields.items()
         ]
+
+    @property
+    def kind(self) -> TableKind:
+        """What a stored table must have in common with it, to go on from it (LAY-2)."""
+        key_dtype = None if self.keys is None else key_dtype_of(self.keys)
+        return "dense" if self.keys is None else "keyed", key_dtype, frozenset(self.spec())
 
     def sorted_keys(self) -> Ids:
         """The keys as int64, ascending."""
