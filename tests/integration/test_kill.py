@@ -11,7 +11,6 @@ import select
 import shutil
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 
 import checkrun_format as crf
 from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore, Store
+from tests.forks import ended, fork
 
 ROWS, KEYS, COLUMNS = 40, 24, 4
 ROUNDS = 50
@@ -234,26 +234,6 @@ def check_run(folder: Path, above: int = 0) -> int:
     newest = run.latest(None)
     assert [checkpoint.step for checkpoint in run.log()] == list(range(0 if newest is None else newest.step + 1))
     return 0 if newest is None else int(newest.sequence)
-
-
-def fork(work: Callable[[], object]) -> int:
-    """The process id of a child that works and exits: 0 when it is done, 1 when it failed (told on stderr)."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        code = 0
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may run in the child
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def ended(child: int) -> int:
-    """How a child ended: its exit code, or minus the signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def train(folder: Path, told: int, *, durable: bool) -> NoReturn:
