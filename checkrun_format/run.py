@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self, SupportsFloat
+from typing import Any, Final, Self, SupportsFloat, TypeVar, overload
 
 from checkrun_format.arranging import Stage
 from checkrun_format.blocks import FieldPlan
@@ -37,6 +37,8 @@ from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
 from checkrun_format.workers import Budget
 from checkrun_format.writer import CHUNK_BYTES
+
+_T = TypeVar("_T")
 
 _REQUIRED: Final = object()
 _LOG = logging.getLogger("checkrun_format")
@@ -180,6 +182,10 @@ class Run:
         stored.check()
         return Checkpoint(self._history, stored)
 
+    @overload
+    def latest(self, *, skip_damaged: bool = False) -> Checkpoint: ...
+    @overload
+    def latest(self, default: _T, *, skip_damaged: bool = False) -> Checkpoint | _T: ...
     def latest(self, default: Any = _REQUIRED, *, skip_damaged: bool = False) -> Any:
         """The latest checkpoint.
 
@@ -272,8 +278,7 @@ class Run:
 
     def load(self, **options: Any) -> State:
         """Read the latest checkpoint; options as of `Checkpoint.load`. Does not count as a restore."""
-        state: State = self.latest().load(**options)
-        return state
+        return self.latest().load(**options)
 
     def verify(self, sequence: int | None = None, *, fast: bool = False) -> list[Problem]:
         """Every problem of the run, or of one checkpoint; an empty list if there is none.
@@ -438,7 +443,7 @@ class Run:
                 chosen = self.latest(skip_damaged=skip_damaged)
             else:
                 chosen = self[_number_of(checkpoint, "restore")]
-            state: State = chosen.load(
+            state = chosen.load(
                 tables=tables, out=out, framework=framework, device=device, max_host_bytes=max_host_bytes
             )
             saver.ledger.restored_from(chosen.sequence)

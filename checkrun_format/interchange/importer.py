@@ -159,8 +159,7 @@ def _latest(run: Run) -> Checkpoint | None:
     """The latest checkpoint; opening the run for saving warns of burnt numbers, once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BurntNumberWarning)
-        latest: Checkpoint | None = run.latest(None)
-    return latest
+        return run.latest(None)
 
 
 def _check_bits(bits: Width, tables: Collection[FileTable]) -> None:

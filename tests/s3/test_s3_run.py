@@ -98,7 +98,7 @@ def test_zarr_python_reads_a_checkpoint(s3: Place) -> None:
     run = s3.open()
     weight = np.random.default_rng(1).random((100, 4), np.float32)
     run.save(crf.State(tables={"t": crf.Table({"weight": weight})}), step=1)
-    group = run.latest().zarr()
+    group: Any = run.latest().zarr()
     try:
         assert np.array_equal(group["block-0-0/weight.values"][:], weight)
         with pytest.raises(ValueError, match="read-only"):
