@@ -246,6 +246,11 @@ def length(selection: Selection) -> int:
     return selection.stop - selection.start if isinstance(selection, slice) else int(selection.size)
 
 
+def as_array(selection: Selection) -> Ids:
+    """The same positions one by one."""
+    return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
+
+
 def shifted(selection: Selection, by: int) -> Selection:
     """The same positions counted from elsewhere."""
     if isinstance(selection, slice):

@@ -17,7 +17,17 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.integers import whole
 from checkrun_format.manifest import TableKind
 from checkrun_format.quantize import Method
-from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, key_dtype_of, length, sorted_ids
+from checkrun_format.rows import (
+    Ids,
+    Selection,
+    as_array,
+    as_ids,
+    check_bounds,
+    check_sign,
+    key_dtype_of,
+    length,
+    sorted_ids,
+)
 
 ArrayLike: TypeAlias = Any
 """numpy, or anything with `__dlpack__` (torch, jax, cupy, ...), on the CPU or on a device."""
@@ -278,7 +288,7 @@ def _function_fetch(
     table: str, specs: Sequence[FieldSpec], function: Function, keys: Ids | None
 ) -> Callable[[Selection], dict[str, Array]]:
     def fetch(selection: Selection) -> dict[str, Array]:
-        ids = _positions(selection) if keys is None else keys[selection]
+        ids = as_array(selection) if keys is None else keys[selection]
         return fetched(table, specs, function.fetch(ids.copy()), length(selection))
 
     return fetch
@@ -336,10 +346,6 @@ def _spec_given(table: str, name: str, spec: object, device: str | None) -> Fiel
     except InvalidInputError as error:
         raise InvalidInputError(f"table {table!r}, field {name!r}: {error}") from error
     return FieldSpec(name=name, dtype=known, columns=columns, device=device)
-
-
-def _positions(selection: Selection) -> Ids:
-    return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
 
 
 def fetched(
