@@ -595,6 +595,14 @@ class TestChanges:
     def test_nothing_changed(self, whole: Path) -> None:
         assert checkrun("changes", whole, 4, 4).rows == [["table", "changed", "deleted", "table rows"]]
 
+    def test_between_tags(self, copy: Path) -> None:
+        checkrun("tag", copy, "first", 1)
+        checkrun("tag", copy, "fourth", 4)
+        wanted = checkrun("changes", copy, 1, 4, "--json").document
+        assert checkrun("changes", copy, "first", "fourth", "--json").document == wanted
+        assert "no tag 'fifth'" in checkrun("changes", copy, "first", "fifth", code=3).errors[0]
+        assert "up to 4" in checkrun("changes", copy, 0, 4, code=2).errors[0]
+
     def test_what_cannot_be_told(self, copy: Path) -> None:
         assert "give the number of a checkpoint up to 1" in checkrun("changes", copy, 4, 1, code=2).errors[0]
         assert "no checkpoint 99" in checkrun("changes", copy, 1, 99, code=3).errors[0]
