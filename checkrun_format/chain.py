@@ -86,7 +86,7 @@ class History:
         if self.store.get(layout.RUN_KEY) is not None:
             return
         strangers = [name for name in self.store.folders() or () if not name.startswith(".")]
-        if strangers and self.store.get(layout.RUN_KEY) is None:
+        if strangers and self.store.get(layout.RUN_KEY) is None:  # they may be of a run that was created just now
             raise NotARunError(
                 f"{self.store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty "
                 "folder"

@@ -274,11 +274,10 @@ _MALFORMED = (msgspec.DecodeError, ValueError, RecursionError)
 
 def schema(name: str) -> dict[str, Any]:
     """The JSON Schema (2020-12) of a document, as shipped with the format."""
-    packaged = resources.files("checkrun_format") / "_schemas" / f"{name}.schema.json"
-    if packaged.is_file():
-        return json.loads(packaged.read_text("utf-8"))  # type: ignore[no-any-return]
-    source = Path(__file__).parent.parent / "spec" / "schemas" / f"{name}.schema.json"
-    return json.loads(source.read_text("utf-8"))  # type: ignore[no-any-return]
+    packaged = resources.files("checkrun_format") / "_schemas"
+    folder = packaged if packaged.is_dir() else Path(__file__).parent.parent / "spec" / "schemas"
+    found: dict[str, Any] = json.loads((folder / f"{name}.schema.json").read_text("utf-8"))
+    return found
 
 
 def validate(name: str, data: bytes, place: str) -> list[Problem]:
@@ -390,15 +389,18 @@ def parse_tag(data: bytes, name: str) -> Tag:
     return tag
 
 
+def _plain(data: bytes) -> Any:
+    """JSON as it is; None for what is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _is_burnt(data: bytes) -> bool:
     """Nothing, or the implicit group of a Zarr library."""
-    if not data:
-        return True
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return (
+    document = _plain(data)
+    return not data or (
         isinstance(document, dict)
         and document.keys() <= {"zarr_format", "node_type", "consolidated_metadata", "attributes"}
         and (document.get("zarr_format"), document.get("node_type")) == (3, "group")
@@ -408,10 +410,7 @@ def _is_burnt(data: bytes) -> bool:
 
 def _is_stranger(data: bytes) -> bool:
     """A Zarr array, or a group with attributes of others only."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
+    document = _plain(data)
     if not isinstance(document, dict) or document.get("zarr_format") != 3:
         return False
     attributes = document.get("attributes", {})

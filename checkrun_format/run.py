@@ -216,8 +216,8 @@ class Run:
         """
         for number in reversed(self._history.numbers()):
             occupant = self._history.found(number, skip_damaged=skip_damaged)
-            if isinstance(occupant, Commit) and self[number].step == step:
-                return self[number]
+            if isinstance(occupant, Commit) and (checkpoint := self[number]).step == step:
+                return checkpoint
         raise CheckpointNotFoundError(f"{self.url} has no checkpoint of step {step}")
 
     def log(self, *, skip_damaged: bool = False) -> Iterator[Checkpoint]:

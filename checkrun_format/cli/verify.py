@@ -66,20 +66,20 @@ def verify(address: str, *, fast: bool, as_json: bool) -> None:
             found = auditor.problems(watched)
         else:
             found = (problem for number in watched for problem in verify_checkpoint(history.store, number, fast=fast))
-        tally = Tally(itertools.chain(problems, found))
+        findings = Findings(itertools.chain(problems, found))
         if as_json:
             head = {"run": history.store.url, "sequence": where.sequence, "fast": fast}
-            items = (document.problem(problem) for problem in tally)
-            document.listing(head, "problems", items, lambda: _totals(tally, len(numbers), auditor))
+            items = (document.problem(problem) for problem in findings)
+            document.listing(head, "problems", items, lambda: _totals(findings, len(numbers), auditor))
         else:
-            for problem in _without_crowds(tally):
+            for problem in _without_crowds(findings):
                 style = "dim" if problem.kind == _LITTER else "red"
                 page.line(problem.place, ": ", (problem.kind, style), f": {problem.message}")
     if not as_json:
-        page.line(_conclusion(tally.counts, len(numbers)))
+        page.line(_conclusion(findings.counts, len(numbers)))
         if auditor is not None:
             _show_affected(page, *auditor.verdict())
-    if tally.counts.keys() - {_LITTER}:
+    if findings.counts.keys() - {_LITTER}:
         raise click.exceptions.Exit(endings.DAMAGED)
 
 
@@ -124,7 +124,7 @@ def _watched(numbers: Sequence[int], console: Console | None) -> Iterator[Iterab
         yield progress.track(numbers)
 
 
-class Tally:
+class Findings:
     """Problems, counted by kind while they pass.
 
     A damaged object is met again by every checkpoint whose chain needs it: the same problem passes once.
@@ -144,8 +144,8 @@ class Tally:
                 seen.add(problem)
 
 
-def _totals(tally: Tally, numbers: int, auditor: Auditor | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"checked": numbers, "counts": dict(tally.counts), "safe": None, "affected": None}
+def _totals(findings: Findings, numbers: int, auditor: Auditor | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"checked": numbers, "counts": dict(findings.counts), "safe": None, "affected": None}
     if auditor is not None:
         safe, affected = auditor.verdict()
         told |= {"safe": safe, "affected": [{"sequence": n, "broken_at": at} for n, at in affected.items()]}
