@@ -10,7 +10,7 @@ state = run.latest().load()
 
 from checkrun_format import policy, quantize
 from checkrun_format.changes import Changes, StoredField
-from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.copying import Copied, copy_run
 from checkrun_format.errors import (
     AccessDeniedError,
@@ -49,6 +49,7 @@ from checkrun_format.staging import Save, StagedWriter, join_save
 from checkrun_format.state import ALL, INHERIT, State, Table
 from checkrun_format.verify import Audit
 from checkrun_format.versions import FORMAT_VERSION, __version__
+from checkrun_format.view import TableView
 
 __all__ = [
     "ALL",

@@ -52,12 +52,17 @@ class FieldPlan:
         """Bytes of one row before encoding."""
         return dtypes.logical(self.dtype).itemsize * (self.columns or 1)
 
-    @property
-    def widest(self) -> int:
-        """Bytes of one row of its widest array."""
-        if self.bits is not None:
-            return max(packing.packed_width(self.columns or 1, self.bits), 8)
-        return dtypes.logical(self.stored).itemsize * (self.columns or 1)
+    def layout(self, qparams: str | None = None) -> FieldLayout:
+        """The arrays that come of it; `qparams` is the dtype that the encoder chose."""
+        return FieldLayout(
+            name=self.name,
+            dtype=self.dtype,
+            encoding="raw" if self.bits is None else "affine",
+            columns=self.columns,
+            bits=self.bits,
+            stored=self.stored if self.bits is None else None,
+            qparams=None if self.bits is None else qparams or self.qparams,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,16 +160,8 @@ class Encoder:
 
 
 def _quantized(plan: FieldPlan, q: quantize.Quantized) -> EncodedField:
-    layout = FieldLayout(
-        name=plan.name,
-        dtype=plan.dtype,
-        encoding="affine",
-        columns=plan.columns,
-        bits=plan.bits,
-        qparams=q.qparams.dtype.name,
-    )
     return EncodedField(
-        layout=layout,
+        layout=plan.layout(q.qparams.dtype.name),
         arrays={"codes": q.codes, "qparams": q.qparams},
         exact_index=q.exact_index,
         exact_values=dtypes.to_stored(q.exact_values),
@@ -175,7 +172,7 @@ def _quantized(plan: FieldPlan, q: quantize.Quantized) -> EncodedField:
 def _raw(plan: FieldPlan, values: Array) -> EncodedField:
     stored = dtypes.to_stored(dlpack.on_host(values))
     return EncodedField(
-        layout=_raw_layout(plan),
+        layout=plan.layout(),
         arrays={"values": stored},
         exact_index=np.zeros(0, np.int64),
         exact_values=stored[:0],
@@ -185,15 +182,11 @@ def _raw(plan: FieldPlan, values: Array) -> EncodedField:
 def _narrowed(plan: FieldPlan, values: Array) -> EncodedField:
     narrowed, exact_index = quantize.narrow(dlpack.as_quantized(values), plan.stored)
     return EncodedField(
-        layout=_raw_layout(plan),
+        layout=plan.layout(),
         arrays={"values": dtypes.to_stored(narrowed)},
         exact_index=exact_index,
         exact_values=dtypes.to_stored(np.ascontiguousarray(dlpack.on_host(values[exact_index]))),
     )
-
-
-def _raw_layout(plan: FieldPlan) -> FieldLayout:
-    return FieldLayout(name=plan.name, dtype=plan.dtype, encoding="raw", columns=plan.columns, stored=plan.stored)
 
 
 def join(pieces: Sequence[EncodedRows]) -> EncodedRows:

@@ -13,7 +13,6 @@ from checkrun_format.errors import (
     BurntError,
     BurntNumberWarning,
     CheckpointNotFoundError,
-    CheckrunError,
     DamagedError,
     HistoryPrunedError,
     NotARunError,
@@ -87,7 +86,7 @@ class History:
         if self.store.get(layout.RUN_KEY) is not None:
             return
         strangers = [name for name in self.store.folders() or () if not name.startswith(".")]
-        if strangers and self.store.get(layout.RUN_KEY) is None:
+        if strangers and self.store.get(layout.RUN_KEY) is None:  # they may be of a run that was created just now
             raise NotARunError(
                 f"{self.store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty "
                 "folder"
@@ -283,17 +282,8 @@ def _check_meant(below: StoredCheckpoint, checkpoint: StoredCheckpoint, sha256: 
         raise DamagedError(place, f"not the one that checkpoint {above} was laid over (MAN-2)")
 
 
-def same_kind(one: TableEntry, other: TableEntry) -> bool:
-    """Whether two layers of a table have the same addressing, key dtype and fields (LAY-2)."""
-    return (one.addressing, one.key_dtype, _fields(one)) == (other.addressing, other.key_dtype, _fields(other))
-
-
-def _fields(entry: TableEntry) -> set[tuple[str, str, int | None]]:
-    return {(f.name, f.dtype, f.columns) for f in entry.fields}
-
-
 def _layer_problem(above: TableEntry, below: TableEntry) -> str | None:
-    if not same_kind(above, below):
+    if above.kind != below.kind:
         return "fields or addressing differ from the parent's (LAY-2)"
     if above.rows is not None and below.rows is not None and above.rows < below.rows:
         return f"{above.rows} rows over {below.rows} in the parent (LAY-3)"
@@ -302,8 +292,7 @@ def _layer_problem(above: TableEntry, below: TableEntry) -> str | None:
     return None
 
 
-def _explained(error: CheckrunError, number: int) -> DamagedError:
-    assert isinstance(error, DamagedError)
+def _explained(error: DamagedError, number: int) -> DamagedError:
     return DamagedError(
         error.place,
         f"{error.problem}. It may have been checkpoint {number}: repair it from a copy, open another checkpoint by "

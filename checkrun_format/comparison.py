@@ -13,10 +13,9 @@ from checkrun_format import dtypes
 from checkrun_format.chain import History
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import live_keys, read_rows, stored_ids, tombstones
+from checkrun_format.resolver import Layers, live_keys, read_rows, stored_ids, tombstones
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange
 
-Layers: TypeAlias = list[tuple[StoredCheckpoint, TableEntry]]
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
@@ -88,19 +87,9 @@ def compare_tables(
     max_bytes : int
         Decoded bytes that are held at a time, about.
     """
-    sides = [_Side(history, checkpoint, name) if checkpoint.has(name) else None for checkpoint in (one, other)]
-    first, second = sides
+    first, second = (_Side(history, checkpoint, name) if checkpoint.has(name) else None for checkpoint in (one, other))
     if first is None or second is None or not first.is_addressed_as(second):
-        counts = [None if side is None else side.count for side in sides]
-        here = () if first is None or second is None else tuple(f.name for f in first.entry.fields)
-        return TableDifference(
-            table=name,
-            rows=(counts[0], counts[1]),
-            removed=counts[0] or 0,
-            added=counts[1] or 0,
-            fields={},
-            other_fields=here,
-        )
+        return _nothing_in_common(name, first, second)
     common, others = _fields_of_both(first.entry, second.entry)
     shared = _shared(first, second)
     total, found = 0, {f.name: ValueDifference() for f in common}
@@ -136,6 +125,15 @@ class _Side:
     def is_addressed_as(self, other: _Side) -> bool:
         """Whether a row number or key means the same in both."""
         return (self.entry.addressing, self.entry.key_dtype) == (other.entry.addressing, other.entry.key_dtype)
+
+
+def _nothing_in_common(name: str, one: _Side | None, other: _Side | None) -> TableDifference:
+    """A table that only one of the two has, or whose rows have other names in the other."""
+    rows = (None if one is None else one.count, None if other is None else other.count)
+    fields = () if one is None or other is None else tuple(f.name for f in one.entry.fields)
+    return TableDifference(
+        table=name, rows=rows, removed=rows[0] or 0, added=rows[1] or 0, fields={}, other_fields=fields
+    )
 
 
 def _shared(one: _Side, other: _Side) -> Wanted:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from checkrun_format import chunks, dtypes, layout, packing, quantize
-from checkrun_format.blocks import BlockLayout, FieldLayout, FieldPlan, Pool
+from checkrun_format.blocks import BlockLayout, FieldPlan, Pool
 from checkrun_format.dlpack import Array
 from checkrun_format.manifest import ArrayEntry
 from checkrun_format.rows import Ids
@@ -142,7 +142,7 @@ class Forecaster(Writer):
         self._close_block(block, pool.members)
 
     def _expect(self, plans: Sequence[FieldPlan], count: int, listed: Sequence[Ids]) -> BlockForecaster:
-        fields = tuple(_layout_of(plan) for plan in plans)
+        fields = tuple(plan.layout() for plan in plans)
         block = BlockLayout(fields=fields, listed=bool(listed))
         group = layout.block_group(self._number, len(self._blocks))
         made = BlockForecaster(self._objects, group, block, count, self._chunk_bytes)
@@ -193,18 +193,6 @@ class BlockForecaster(BlockWriter):
 def _compressed_share(rows: Ids, compression: str) -> float:
     sample = np.ascontiguousarray(rows[:_SAMPLE])
     return len(chunks.compress(sample.tobytes(), compression, sample.itemsize)) / sample.nbytes
-
-
-def _layout_of(plan: FieldPlan) -> FieldLayout:
-    return FieldLayout(
-        name=plan.name,
-        dtype=plan.dtype,
-        encoding="raw" if plan.bits is None else "affine",
-        columns=plan.columns,
-        bits=plan.bits,
-        stored=None if plan.bits is not None else plan.stored,
-        qparams=None if plan.bits is None else plan.qparams,
-    )
 
 
 def _nothing(low: int, high: int) -> dict[str, Any]:  # noqa: ARG001 - as every fetch

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from checkrun_format.arranging import unchanged_entry, with_statistics
-from checkrun_format.chain import same_kind
 from checkrun_format.chunks import ChunkReader
 from checkrun_format.commit import Claim
 from checkrun_format.errors import DamagedError, InvalidInputError
@@ -74,7 +73,7 @@ class Overlay:
         """Refuse a changed or unchanged table that must be full, or has more to store."""
         lower = None if self.below is None or not self.below.has(entry.name) else self.below.entry(entry.name)
         lowest = max((other.rows or 0 for other in (lower, before) if other is not None), default=0)
-        fits = lower is not None and before is not None and same_kind(entry, lower) and (entry.rows or 0) >= lowest
+        fits = lower is not None and before is not None and entry.kind == lower.kind and (entry.rows or 0) >= lowest
         if not fits:
             raise InvalidInputError(
                 f"table {entry.name!r} is new, was absent, shrank, or has other fields than in the parent: store it "

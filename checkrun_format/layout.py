@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from typing import Any
@@ -125,6 +126,11 @@ def check_field_name(name: object, table: str) -> str:
     if not isinstance(name, str) or _FIELD.fullmatch(name) is None:
         raise InvalidInputError(f"table {table!r}: field name {name!r} does not match [a-z][a-z0-9_]{{0,63}}")
     return name
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name fits a pattern of `*` and `?`; a bracket is an ordinary character."""
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 def to_json(document: Any) -> bytes:

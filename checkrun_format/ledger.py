@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from checkrun_format.blocks import FieldPlan
-from checkrun_format.chain import History, same_kind
+from checkrun_format.chain import History
 from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError, PrunedError
 from checkrun_format.manifest import Commit, TableEntry
-from checkrun_format.planning import Below, resembles
+from checkrun_format.planning import Below
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import live_keys
 from checkrun_format.rows import Ids
@@ -115,7 +115,7 @@ class Ledger:
         """Tables of the predecessor that these entries do not continue (5.4)."""
         ours = {entry.name: entry for entry in entries}
         before = self.latest_tables()
-        return [entry.name for entry in before if entry.name not in ours or not same_kind(entry, ours[entry.name])]
+        return [entry.name for entry in before if entry.name not in ours or entry.kind != ours[entry.name].kind]
 
     def check_tables(self, sources: Mapping[str, TableSource], dropped: Sequence[str]) -> None:
         """Refuse a state that forgets a table, or what changed in one."""
@@ -166,7 +166,7 @@ class Ledger:
         for name, source in sources.items():
             entry = origin.entry(name) if origin.has(name) else None
             noted = Touched.nothing(source.addressing)
-            if entry is None or not resembles(source, entry):
+            if entry is None or source.kind != entry.kind:
                 noted.everything = True
             else:
                 noted.note(source)

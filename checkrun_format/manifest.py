@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from checkrun_format import layout, versions
-from checkrun_format.errors import DamagedError, NotARunError
+from checkrun_format.errors import CheckrunError, DamagedError, NotARunError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Sequence53 = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_SEQUENCE)]
@@ -43,6 +43,13 @@ class Problem(Record, frozen=True, kw_only=True):
     place: str
     kind: str
     message: str
+
+    @classmethod
+    def of(cls, error: CheckrunError, place: str) -> Problem:
+        """An error as a problem; at `place` if the error does not know better."""
+        if isinstance(error, DamagedError):
+            return cls(place=error.place, kind=error.kind, message=error.problem)
+        return cls(place=place, kind=error.kind, message=str(error))
 
 
 class RunDocument(Record, frozen=True, kw_only=True):
@@ -87,6 +94,16 @@ class Commit(Record, frozen=True, kw_only=True):
     stored_bytes: Count
     manifest: Digest
 
+    @property
+    def prefix(self) -> str:
+        """Where the objects of its attempt are."""
+        return layout.attempt_prefix(self.sequence, self.attempt)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all objects of the checkpoint, the manifest included, the commit apart."""
+        return self.stored_bytes + self.manifest.bytes
+
 
 class Pruned(Record, frozen=True, kw_only=True):
     """The marker that stays where a checkpoint was pruned (5.3)."""
@@ -120,6 +137,10 @@ class Field(Record, frozen=True, kw_only=True):
     encoder: dict[str, Any] | None
 
 
+TableKind: TypeAlias = tuple[str, str | None, frozenset[tuple[str, str, int | None]]]
+"""Addressing, key dtype, and the fields: name, logical dtype and columns of each."""
+
+
 class TableEntry(Record, frozen=True, kw_only=True):
     """One table of a manifest (5.4)."""
 
@@ -130,6 +151,11 @@ class TableEntry(Record, frozen=True, kw_only=True):
     rows: Count | None
     storage: str
     fields: Annotated[list[Field], msgspec.Meta(min_length=1)]
+
+    @property
+    def kind(self) -> TableKind:
+        """What its layers have in common (LAY-2)."""
+        return self.addressing, self.key_dtype, frozenset((f.name, f.dtype, f.columns) for f in self.fields)
 
 
 class TensorEntry(Record, frozen=True, kw_only=True):
@@ -248,11 +274,10 @@ _MALFORMED = (msgspec.DecodeError, ValueError, RecursionError)
 
 def schema(name: str) -> dict[str, Any]:
     """The JSON Schema (2020-12) of a document, as shipped with the format."""
-    packaged = resources.files("checkrun_format") / "_schemas" / f"{name}.schema.json"
-    if packaged.is_file():
-        return json.loads(packaged.read_text("utf-8"))  # type: ignore[no-any-return]
-    source = Path(__file__).parent.parent / "spec" / "schemas" / f"{name}.schema.json"
-    return json.loads(source.read_text("utf-8"))  # type: ignore[no-any-return]
+    packaged = resources.files("checkrun_format") / "_schemas"
+    folder = packaged if packaged.is_dir() else Path(__file__).parent.parent / "spec" / "schemas"
+    found: dict[str, Any] = json.loads((folder / f"{name}.schema.json").read_text("utf-8"))
+    return found
 
 
 def validate(name: str, data: bytes, place: str) -> list[Problem]:
@@ -364,15 +389,18 @@ def parse_tag(data: bytes, name: str) -> Tag:
     return tag
 
 
+def _plain(data: bytes) -> Any:
+    """JSON as it is; None for what is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _is_burnt(data: bytes) -> bool:
     """Nothing, or the implicit group of a Zarr library."""
-    if not data:
-        return True
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return (
+    document = _plain(data)
+    return not data or (
         isinstance(document, dict)
         and document.keys() <= {"zarr_format", "node_type", "consolidated_metadata", "attributes"}
         and (document.get("zarr_format"), document.get("node_type")) == (3, "group")
@@ -382,10 +410,7 @@ def _is_burnt(data: bytes) -> bool:
 
 def _is_stranger(data: bytes) -> bool:
     """A Zarr array, or a group with attributes of others only."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
+    document = _plain(data)
     if not isinstance(document, dict) or document.get("zarr_format") != 3:
         return False
     attributes = document.get("attributes", {})

@@ -7,7 +7,6 @@ taken as words of eight (or of as many as fill a byte), which are folded togethe
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 
 U8 = npt.NDArray[np.uint8]
 _Words = npt.NDArray[Any]
@@ -145,24 +145,12 @@ def padding_is_zero(packed: U8, bits: int, columns: int) -> bool:
 
 def checked_bits(bits: int) -> int:
     """`bits` as an int from 1 to 8, or `InvalidInputError`."""
-    try:
-        width = operator.index(bits)
-    except TypeError:
-        width = 0
-    if isinstance(bits, bool) or not 1 <= width <= 8:
-        raise InvalidInputError(f"bits must be a whole number from 1 to 8, not {bits!r}")
-    return width
+    return whole(bits, f"bits must be a whole number from 1 to 8, not {bits!r}", 1, 8)
 
 
 def checked_columns(columns: int) -> int:
     """`columns` as an int of at least 1, or `InvalidInputError`."""
-    try:
-        count = operator.index(columns)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise InvalidInputError(f"columns must be a whole number of at least 1, not {columns!r}")
-    return count
+    return whole(columns, f"columns must be a whole number of at least 1, not {columns!r}", least=1)
 
 
 def checked_out(out: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -57,26 +57,19 @@ def plan_table(source: TableSource, below: Below | None) -> TablePlan:
     return _plan_keyed(source, source.keys, below)
 
 
-def resembles(source: TableSource, entry: TableEntry) -> bool:
-    """Whether a table has the addressing and fields of a stored entry (LAY-2)."""
-    ours = {(f.name, f.dtype, f.columns) for f in source.fields}
-    theirs = {(f.name, f.dtype, f.columns) for f in entry.fields}
-    return (source.addressing, source.key_dtype, ours) == (entry.addressing, entry.key_dtype, theirs)
-
-
 def _must_be_full(source: TableSource, below: Below) -> bool:
     """LAY-2 and LAY-3, and whether so much changed that a list of rows would be longer than all of them.
 
     A table that shrank since the origin is full too: that is how a follower learns its number of rows (CHG-2).
     """
-    if below.parent is None or below.origin is None or not resembles(source, below.parent):
+    if below.parent is None or below.origin is None or source.kind != below.parent.kind:
         return True
     shrunk = source.rows < max(below.parent.rows or 0, below.origin.rows or 0)
     return shrunk or below.since_parent.everything or below.pending.everything
 
 
 def _all_recent(source: TableSource, below: Below | None) -> bool:
-    return below is None or below.origin is None or not resembles(source, below.origin) or below.pending.everything
+    return below is None or below.origin is None or source.kind != below.origin.kind or below.pending.everything
 
 
 def _plan_dense(source: TableSource, below: Below | None) -> TablePlan:

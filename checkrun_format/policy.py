@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, TypeAlias
 
-import numpy as np
-
-from checkrun_format import dtypes
+from checkrun_format import dtypes, layout
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 from checkrun_format.state import FieldSpec, Inherit
 
 FieldBits: TypeAlias = "int | Mapping[str, int | None] | None"
@@ -117,9 +115,8 @@ class BaseRule:
     def __post_init__(self) -> None:
         if not callable(self.policy) and (not isinstance(self.policy, str) or self.policy not in POLICIES):
             raise InvalidInputError(f"policy {self.policy!r}; one of {', '.join(POLICIES)}, or a callable")
-        every = self.every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int | np.integer) or every < 1):
-            raise InvalidInputError(f"every={every!r}; a number of checkpoints from 1 on, or None")
+        if self.every is not None:
+            whole(self.every, f"every={self.every!r}; a number of checkpoints from 1 on, or None", least=1)
 
     @property
     def name(self) -> str:
@@ -292,7 +289,7 @@ class BitRule:
         if table in self.bits:
             return self.bits[table]
         for pattern, value in self.bits.items():
-            if fnmatch.fnmatchcase(table, pattern.replace("[", "[[]")):  # a bracket is an ordinary character
+            if layout.matches(table, pattern):
                 return value
         return {}
 
@@ -311,5 +308,5 @@ def _check_field_bits(value: object, what: str) -> None:
 
 
 def _check_bits(bits: object, what: str) -> None:
-    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int | np.integer) or not 1 <= bits <= 8):
-        raise InvalidInputError(f"{what}: {bits!r}; give None or a number from 1 to 8")
+    if bits is not None:
+        whole(bits, f"{what}: {bits!r}; give None or a number from 1 to 8", 1, 8)

@@ -94,9 +94,9 @@ class Pruning:
             commit = census.commits.get(number)
             found = self._folder(number, commit, census, None if age is None else (now - age).timestamp())
             if commit is not None:
-                own = sum(item.bytes for item in found.leftovers if item.place == _prefix(commit))
-                found.leftovers = [item for item in found.leftovers if item.place != _prefix(commit)]
-                size = own or commit.stored_bytes + commit.manifest.bytes
+                own = sum(item.bytes for item in found.leftovers if item.place == commit.prefix)
+                found.leftovers = [item for item in found.leftovers if item.place != commit.prefix]
+                size = own or commit.bytes
                 decisions.append(Decision(commit=commit, reasons=tuple(reasons.get(number, ())), bytes=size))
             leftovers += found.leftovers
             unknown += found.unknown
@@ -180,7 +180,7 @@ class Pruning:
             found.leftovers.append(
                 Leftover(sequence=number, place=place, objects=len(objects), bytes=size, goes=goes, reason=reason)
             )
-        alone = commit is None or not attempts.keys() - {_prefix(commit)}
+        alone = commit is None or not attempts.keys() - {commit.prefix}
         if (number in census.pruned and not attempts) or (commit is not None and alone):
             self._clean.add(number)
         return found
@@ -263,12 +263,12 @@ class Pruning:
         self._history.forget(number)
         self._occupants[number] = marker
         self._clean.discard(number)
-        self._delete(_prefix(decision.commit))
+        self._delete(decision.commit.prefix)
 
     def _sweep(self, leftover: Leftover) -> None:
         """Delete what belongs to no checkpoint, if it still does not."""
         occupant = self._history.occupant(leftover.sequence)
-        if isinstance(occupant, Commit) and _prefix(occupant) == leftover.place:
+        if isinstance(occupant, Commit) and occupant.prefix == leftover.place:
             return  # its save was going on after all
         if layout.is_attempt(leftover.place.partition("/")[2]):
             self._delete(leftover.place)
@@ -287,10 +287,6 @@ class _Folder:
 
     leftovers: list[Leftover] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-
-
-def _prefix(commit: Commit) -> str:
-    return layout.attempt_prefix(commit.sequence, commit.attempt)
 
 
 class Pruner:

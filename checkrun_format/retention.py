@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 from checkrun_format.manifest import Commit
 
 Age = dt.timedelta | float
@@ -45,8 +46,8 @@ class Keep:
             raise InvalidInputError("keep what? give last=, every= or newer_than=; Keep(last=1) keeps the latest only")
         for name in ("last", "every"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidInputError(f"keep: {name}={value!r}; a number from 1 on")
+            if value is not None:
+                whole(value, f"keep: {name}={value!r}; a number from 1 on", least=1)
         if self.newer_than is not None:
             checked_age(self.newer_than, "newer_than")
 

@@ -47,6 +47,11 @@ def as_ids(values: npt.NDArray[Any], what: str) -> Ids:
     return native.view(np.int64) if native.dtype == np.uint64 else native.astype(np.int64, copy=False)
 
 
+def key_dtype_of(keys: npt.NDArray[Any]) -> str:
+    """The key dtype of a table with these keys: `uint64` if they may be too large for `int64`."""
+    return "uint64" if keys.dtype.kind == "u" and keys.dtype.itemsize == 8 else "int64"
+
+
 def of_other_sign(given: npt.NDArray[Any], ids: Ids, key_dtype: str | None) -> npt.NDArray[Any]:
     """Those of the given ids that no row or key of a table can be, although their bits as int64 may be one's.
 
@@ -239,6 +244,11 @@ Wanted: TypeAlias = WantedRange | WantedIds
 def length(selection: Selection) -> int:
     """How many positions a selection has."""
     return selection.stop - selection.start if isinstance(selection, slice) else int(selection.size)
+
+
+def as_array(selection: Selection) -> Ids:
+    """The same positions one by one."""
+    return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
 
 
 def shifted(selection: Selection, by: int) -> Selection:

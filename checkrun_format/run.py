@@ -9,9 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self, SupportsFloat
-
-import numpy as np
+from typing import Any, Final, Self, SupportsFloat, TypeVar, overload
 
 from checkrun_format.arranging import Stage
 from checkrun_format.blocks import FieldPlan
@@ -25,6 +23,7 @@ from checkrun_format.errors import (
     PrunedError,
 )
 from checkrun_format.forecast import SavePlan
+from checkrun_format.integers import whole
 from checkrun_format.manifest import Commit, Problem
 from checkrun_format.policy import BaseRule, BitRule, Bits, Policy
 from checkrun_format.pruning import Pruner, Pruning
@@ -38,6 +37,8 @@ from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
 from checkrun_format.workers import Budget
 from checkrun_format.writer import CHUNK_BYTES
+
+_T = TypeVar("_T")
 
 _REQUIRED: Final = object()
 _LOG = logging.getLogger("checkrun_format")
@@ -109,8 +110,8 @@ def open_run(
     """
     if mode not in ("r", "a"):
         raise InvalidInputError(f"mode {mode!r}; 'r' to read, 'a' to save too")
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or not 1 <= chunk_bytes <= 1 << 30:
-        raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a number of bytes from 1 to 1 << 30")
+    refusal = f"chunk_bytes {chunk_bytes!r}; a number of bytes from 1 to 1 << 30"
+    chunk_bytes = whole(chunk_bytes, refusal, least=1, most=1 << 30)
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
     budget = Budget(max_host_bytes)
@@ -137,7 +138,7 @@ class Run:
             self._history.create_run()
         self._history.check_run()
         self._mode = mode
-        self._writing = Saver(store, self._history, options) if mode == "a" else None
+        self._writing = Saver(self._history, options) if mode == "a" else None
         self._keep = keep
         self._pruner = None if keep is None else Pruner(self._history, keep)
 
@@ -179,10 +180,14 @@ class Run:
         ------
         CheckpointNotFoundError, PrunedError, BurntError, DamagedError
         """
-        stored = self._history.get(_checked_number(sequence, "run[...]"))
+        stored = self._history.get(_number_of(sequence, "run[...]"))
         stored.check()
         return Checkpoint(self._history, stored)
 
+    @overload
+    def latest(self, *, skip_damaged: bool = False) -> Checkpoint: ...
+    @overload
+    def latest(self, default: _T, *, skip_damaged: bool = False) -> Checkpoint | _T: ...
     def latest(self, default: Any = _REQUIRED, *, skip_damaged: bool = False) -> Any:
         """The latest checkpoint.
 
@@ -213,8 +218,8 @@ class Run:
         """
         for number in reversed(self._history.numbers()):
             occupant = self._history.found(number, skip_damaged=skip_damaged)
-            if isinstance(occupant, Commit) and self[number].step == step:
-                return self[number]
+            if isinstance(occupant, Commit) and (checkpoint := self[number]).step == step:
+                return checkpoint
         raise CheckpointNotFoundError(f"{self.url} has no checkpoint of step {step}")
 
     def log(self, *, skip_damaged: bool = False) -> Iterator[Checkpoint]:
@@ -260,7 +265,7 @@ class Run:
         """
         if not poll >= 0:
             raise InvalidInputError(f"poll {poll!r}; seconds, at least 0")
-        held = 0 if since is None else _checked_number(since, "follow")
+        held = 0 if since is None else _number_of(since, "follow")
         return self._followed(held, poll, stop or threading.Event())
 
     def _followed(self, held: int, poll: float, stop: threading.Event) -> Iterator[Checkpoint]:
@@ -275,8 +280,7 @@ class Run:
 
     def load(self, **options: Any) -> State:
         """Read the latest checkpoint; options as of `Checkpoint.load`. Does not count as a restore."""
-        state: State = self.latest().load(**options)
-        return state
+        return self.latest().load(**options)
 
     def verify(self, sequence: int | None = None, *, fast: bool = False) -> list[Problem]:
         """Every problem of the run, or of one checkpoint; an empty list if there is none.
@@ -325,12 +329,12 @@ class Run:
             only, give these `changed=ALL` instead.
         stage : callable, optional
             For a state that goes on changing while it is saved. Called once it is decided what is stored, before
-            anything is written: takes, for each table of which rows are stored, which ones and how (`saving.Stored`);
-            gives, for each of its fields, an array of just these rows, in their order, that stays as it is until the
-            save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Of tables on a device,
-            raw fields may come to the CPU; what is to be quantized stays there, where it may get other codes. Tables
-            are not read afterwards; tensors have to be copies already. It is called once more if the save has to be
-            laid over another checkpoint than was thought.
+            anything is written: takes, for each table of which rows are stored, which ones and how
+            (`arranging.Stored`); gives, for each of its fields, an array of just these rows, in their order, that stays
+            as it is until the save ends; or, of a field that is to be quantized, the rows as `quantize.Quantized`. Of
+            tables on a device, raw fields may come to the CPU; what is to be quantized stays there, where it may get
+            other codes. Tables are not read afterwards; tensors have to be copies already. It is called once more if
+            the save has to be laid over another checkpoint than was thought.
         check : callable, optional
             Called now and then, last of all before the commit; what it raises abandons the save.
 
@@ -435,13 +439,13 @@ class Run:
             raise InvalidInputError("fallback=True looks for the checkpoint itself: give no number")
         saver = self._saver
         with saver.lock:
-            if isinstance(checkpoint, Checkpoint):
-                checkpoint = checkpoint.sequence
             if fallback:
                 chosen = self.newest_sound()
+            elif checkpoint is None:
+                chosen = self.latest(skip_damaged=skip_damaged)
             else:
-                chosen = self.latest(skip_damaged=skip_damaged) if checkpoint is None else self[checkpoint]
-            state: State = chosen.load(
+                chosen = self[_number_of(checkpoint, "restore")]
+            state = chosen.load(
                 tables=tables, out=out, framework=framework, device=device, max_host_bytes=max_host_bytes
             )
             saver.ledger.restored_from(chosen.sequence)
@@ -452,9 +456,8 @@ class Run:
 
         As several ranks do it, each of which reads its own rows. Counts as a restore.
         """
-        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
         with self._saver.lock:
-            self._saver.ledger.restored_from(self[sequence].sequence)
+            self._saver.ledger.restored_from(self[_number_of(checkpoint, "restored_from")].sequence)
 
     def continue_from(
         self, checkpoint: int | Checkpoint, *, settled: Mapping[str, Sequence[FieldPlan]] | None = None
@@ -472,10 +475,9 @@ class Run:
             Tables of which every other row is known to encode to the bits that are stored, and by which plans:
             only of these are rows that are stored again, but did not change, not told as changed.
         """
-        sequence = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint
         with self._saver.lock:
             plans = {name: list(fields) for name, fields in (settled or {}).items()}
-            self._saver.ledger.compared_with(self[sequence].sequence, plans)
+            self._saver.ledger.compared_with(self[_number_of(checkpoint, "continue_from")].sequence, plans)
 
     def newest_sound(self) -> Checkpoint:
         """The newest checkpoint whose whole chain is sound; newer ones are named in a FallbackWarning and in the log.
@@ -503,7 +505,7 @@ class Run:
         The run has no origin afterwards: restore before the next increment.
         """
         with self._saver.lock:
-            return self._committed(self._saver.rollback(_checked_number(sequence, "rollback")))
+            return self._committed(self._saver.rollback(_number_of(sequence, "rollback")))
 
     def compact(self) -> Checkpoint:
         """Commit the latest state again as one base, without decoding; origin and pending rows move along."""
@@ -544,8 +546,7 @@ class Run:
             There is no such checkpoint, or its chain is not whole.
         """
         self._check_may_write()
-        number = checkpoint.sequence if isinstance(checkpoint, Checkpoint) else _checked_number(checkpoint, "tag")
-        Tags(self._history).put(name, number)
+        Tags(self._history).put(name, _number_of(checkpoint, "tag"))
 
     def untag(self, name: str) -> None:
         """Forget a name; the checkpoint itself stays until a prune.
@@ -612,10 +613,11 @@ class Run:
         return checkpoint
 
 
-def _checked_number(sequence: object, call: str) -> int:
-    if isinstance(sequence, bool) or not isinstance(sequence, int | np.integer):
-        raise InvalidInputError(f"{call}: {sequence!r} is not the number of a checkpoint; run.at(step=) finds a step")
-    return int(sequence)
+def _number_of(checkpoint: object, call: str) -> int:
+    """The number of a checkpoint that is given as such, or by its number."""
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.sequence
+    return whole(checkpoint, f"{call}: {checkpoint!r} is not the number of a checkpoint; run.at(step=) finds a step")
 
 
 __all__ = ["Run", "open_run"]

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
-
-import msgspec
-import numpy as np
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from checkrun_format import layout
-from checkrun_format.alike import encoded_alike
 from checkrun_format.arranging import (
     Stage,
     Stored,
@@ -29,52 +21,27 @@ from checkrun_format.arranging import (
     unchanged_entry,
     with_statistics,
 )
+from checkrun_format.assembly import Assembly
+from checkrun_format.attempts import Attempts
 from checkrun_format.blocks import FieldPlan, Values
-from checkrun_format.chain import History, same_kind
-from checkrun_format.commit import (
-    Claim,
-    Content,
-    NumberTakenError,
-    check_ground,
-    check_objects,
-    commit,
-    lost_to,
-    open_attempt,
-    seal,
-    taken,
-)
+from checkrun_format.chain import History
+from checkrun_format.choosing import Chooser, Decided
+from checkrun_format.commit import Claim, Content, open_attempt, seal
 from checkrun_format.compaction import copy_table
 from checkrun_format.dlpack import Array
-from checkrun_format.errors import (
-    CheckrunError,
-    ConcurrentCommitError,
-    DamagedError,
-    InvalidInputError,
-    PrunedError,
-    StorageError,
-    UnquantizedWarning,
-)
+from checkrun_format.encodings import Encodings
+from checkrun_format.errors import DamagedError, InvalidInputError, PrunedError, StorageError
 from checkrun_format.forecast import Forecaster, SavePlan, Scale
-from checkrun_format.judging import Overlay
+from checkrun_format.integers import whole
 from checkrun_format.ledger import TAKEOVER, Ledger
-from checkrun_format.manifest import Commit, Field, PolicyNote, TableEntry, parse_occupant
+from checkrun_format.manifest import Commit, PolicyNote, parse_occupant
 from checkrun_format.planning import TablePlan, plan_table
-from checkrun_format.policy import BaseRule, BitRule, Past, can_be_quantized
+from checkrun_format.policy import BaseRule, BitRule
 from checkrun_format.quantize import Method
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.staging import (
-    Outlook,
-    Save,
-    Token,
-    checked_integer,
-    field_plans,
-    merged_statistics,
-)
+from checkrun_format.staging import Save, checked_integer, merged_statistics
 from checkrun_format.state import (
     ALL,
-    INHERIT,
-    FieldSpec,
-    Inherit,
     State,
     TableSource,
     blob_bytes,
@@ -83,12 +50,7 @@ from checkrun_format.state import (
     table_sources,
     tensor_arrays,
 )
-from checkrun_format.stores import Store
-from checkrun_format.tracking import Touched
-from checkrun_format.workers import Workers
 from checkrun_format.writer import PartList, Writer, objects_of
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +89,6 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """Over which checkpoint to save, None for a base; and who decided so, and why."""
-
-    below: StoredCheckpoint | None
-    note: PolicyNote
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
     """A save before it writes: what it stores of each table, and values that were staged for it."""
 
@@ -146,12 +100,15 @@ class Arranged:
 class Saver:
     """Commits checkpoints of one run, one after another."""
 
-    def __init__(self, store: Store, history: History, options: Options) -> None:
+    def __init__(self, history: History, options: Options, ledger: Ledger | None = None) -> None:
         self.lock = threading.RLock()
-        self._store = store
+        self.ledger = Ledger(history) if ledger is None else ledger
         self._history = history
+        self._store = history.store
         self._options = options
-        self.ledger = Ledger(history)
+        self._encodings = Encodings(self.ledger, options.rule, options.encoder)
+        self._chooser = Chooser(history, self.ledger, options.base_rule, options.rule)
+        self._attempts = Attempts(history, self.ledger)
 
     # A trainer's state ------------------------------------------------------------------------------------------------
 
@@ -170,14 +127,13 @@ class Saver:
         self.ledger.check_may_save()
         prepared = replace(self._prepare(state, step, parent, force_full=force_full), stage=stage, check=check)
         self._tell(prepared, _checked_names(dropped, "dropped"))
-        stored: dict[str, Touched] = {}
-        settled: dict[str, list[FieldPlan]] = {}
-        committed = self._commit(
+        committed, arranged, content = self._attempts.commit(
             lambda: self._arrange(prepared),
-            lambda claim, arranged: self._write(self._writer(claim), prepared, arranged, stored, settled),
+            lambda claim, arranged: self._write(self._writer(claim), prepared, arranged),
             is_save=True,
         )
-        self.ledger.saved(committed, stored, settled)
+        stored = {name: touched_by(source, arranged.plans[name][0]) for name, source in prepared.sources.items()}
+        self.ledger.saved(committed, stored, self._encodings.settled(content.tables, prepared.plans))
         self.ledger.lossy.update(name for name, plans in prepared.plans.items() if is_lossy(plans))
         return committed
 
@@ -185,8 +141,7 @@ class Saver:
         self, state: State, step: object, parent: int | str | None, dropped: Sequence[str], *, force_full: bool
     ) -> SavePlan:
         """Go the way of a save without its last steps, on copied books; see `Run.plan_save`."""
-        trial = copy.copy(self)
-        trial.ledger = self.ledger.copy()
+        trial = Saver(self._history, self._options, self.ledger.copy())
         return trial.forecast(state, step, parent, dropped, force_full=force_full)
 
     def forecast(
@@ -196,12 +151,12 @@ class Saver:
         self.ledger.check_may_save()
         prepared = self._prepare(state, step, parent, force_full=force_full)
         self._tell(prepared, _checked_names(dropped, "dropped"))
-        arranged = self._as_known(lambda: self._arrange(prepared))
+        arranged = self._attempts.as_known(lambda: self._arrange(prepared))
         decided = arranged.decided
         claim, scale = Claim.of(self.ledger.head + 1), Scale(self._store.url)
         writer = Forecaster(scale, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
         group_bytes = open_attempt(scale, claim)
-        part_lists, content = self._write(writer, prepared, arranged, {}, {})
+        part_lists, content = self._write(writer, prepared, arranged)
         sealed = parse_occupant(seal(scale, claim, content, part_lists, group_bytes), claim.sequence)
         assert isinstance(sealed, Commit)
         return SavePlan(
@@ -211,7 +166,7 @@ class Saver:
             policy=decided.note.name,
             reason=decided.note.reason,
             tables=tuple(planned(entry, prepared.sources[entry.name], part_lists) for entry in content.tables),
-            stored_bytes=_size(sealed),
+            stored_bytes=sealed.bytes,
             objects=sum(1 + len(objects_of(part_list.document)) for part_list in part_lists) + 3,
             free_bytes=self._store.free_bytes(),
         )
@@ -220,9 +175,9 @@ class Saver:
         """Note what changed, unless the save is refused; where noting fails, nothing is known to be unchanged."""
         head = self.ledger.head
         try:
-            with self._losing(Claim.of(head + 1)):
+            with self._attempts.losing(Claim.of(head + 1)):
                 self.ledger.check_tables(prepared.sources, dropped)
-                self._parent(prepared.parent)
+                self._chooser.named(prepared.parent)
                 self.ledger.note(prepared.sources, dropped)
         except InvalidInputError:
             raise
@@ -240,66 +195,16 @@ class Saver:
             if parent not in (None, "auto"):
                 raise InvalidInputError(f"force_full saves a base; parent={parent!r} says otherwise")
             sources = {name: replace(source, changed=ALL) for name, source in sources.items()}
-        plans = {name: self._plans(source) for name, source in sources.items()}
-        self._warn_of_unused_bits(sources, plans)
         return Prepared(
             step=checked_step(step),
             sources=sources,
-            plans=plans,
+            plans=self._encodings.of_sources(sources),
             tensors=tensor_arrays(state.tensors),
             blobs=blob_bytes(state.blobs),
             extra=extra_json(state.extra),
             parent=parent,
             force_full=force_full,
         )
-
-    def _plans_of(self, name: str, fields: Iterable[Field | FieldPlan]) -> list[FieldPlan]:
-        """How the run encodes whole rows of a table that it knows these fields of; in the order of their names."""
-        return field_plans(
-            name,
-            sorted((FieldSpec(name=f.name, dtype=f.dtype, columns=f.columns) for f in fields), key=lambda f: f.name),
-            {},
-            rule=self._options.rule,
-            bits=INHERIT,
-            encoders={},
-            encoder=self._options.encoder,
-            store_as={},
-            restores=self.ledger.restores(),
-        )
-
-    def _plans(self, source: TableSource) -> list[FieldPlan]:
-        if isinstance(source.bits, Inherit):
-            self._options.rule.check_fields(source.name, [field.name for field in source.fields])
-        return field_plans(
-            source.name,
-            source.fields,
-            {},
-            rule=self._options.rule,
-            bits=source.bits,
-            encoders=source.encoders,
-            encoder=self._options.encoder,
-            store_as=source.store_as,
-            restores=self.ledger.restores(),
-        )
-
-    def _warn_of_unused_bits(
-        self, sources: Mapping[str, TableSource], plans: Mapping[str, Sequence[FieldPlan]]
-    ) -> None:
-        """Warn if the run's bits fit no field, although one could be quantized: all of it would be raw in silence."""
-        rule = self._options.rule
-        heirs = [source for source in sources.values() if isinstance(source.bits, Inherit)]
-        if not rule.quantizes or any(plan.bits for source in heirs for plan in plans[source.name]):
-            return
-        left = [
-            f.name for source in heirs for f in source.fields if can_be_quantized(f) and f.name not in source.store_as
-        ]
-        if left:
-            warnings.warn(
-                f"bits={rule.bits!r} fits no field of any table: all of them are stored raw. A number is for fields "
-                f"named 'weight'; others are given by their names, as in bits={{{min(left)!r}: 8}}",
-                UnquantizedWarning,
-                stacklevel=5,
-            )
 
     def _table_plan(
         self, source: TableSource, plans: Sequence[FieldPlan], below: StoredCheckpoint | None
@@ -313,7 +218,7 @@ class Saver:
 
     def _arrange(self, prepared: Prepared) -> Arranged:
         """Decide what is stored, and have it staged if the caller wants that."""
-        decided = self._decide(prepared.parent, force_full=prepared.force_full)
+        decided = self._chooser.decide(prepared.parent, force_full=prepared.force_full)
         plans = {
             name: self._table_plan(source, prepared.plans[name], decided.below)
             for name, source in prepared.sources.items()
@@ -331,23 +236,14 @@ class Saver:
             }
         return Arranged(decided=decided, plans=plans, staged=staged)
 
-    def _write(
-        self,
-        writer: Writer,
-        prepared: Prepared,
-        arranged: Arranged,
-        stored: dict[str, Touched],
-        settled: dict[str, list[FieldPlan]],
-    ) -> tuple[list[PartList], Content]:
-        """Write all objects of a state; note which rows they are, and which tables are encoded alike ever since."""
-        entries = []
+    def _write(self, writer: Writer, prepared: Prepared, arranged: Arranged) -> tuple[list[PartList], Content]:
+        """Write all objects of a state."""
+        decided, entries = arranged.decided, []
         with writer:
-            decided = arranged.decided
             for name, source in prepared.sources.items():
-                plan, encodings = arranged.plans[name]
-                writer.put_part(part_source(source, plan, encodings, arranged.staged.get(name), prepared.check))
+                plan, fields = arranged.plans[name]
+                writer.put_part(part_source(source, plan, fields, arranged.staged.get(name), prepared.check))
                 entries.append(entry_of(source, plan))
-                stored[name] = touched_by(source, plan)
             for name, values in prepared.tensors.items():
                 writer.put_tensor(name, values)
             for name, data in prepared.blobs.items():
@@ -357,7 +253,6 @@ class Saver:
             part_list = writer.finish()
         prepared.check()
         statistics = merged_statistics([part_list])
-        settled.update(self._settled(entries, prepared, statistics))
         return [part_list], Content(
             step=prepared.step,
             tables=[with_statistics(entry, statistics.get(entry.name, {})) for entry in entries],
@@ -370,77 +265,8 @@ class Saver:
             extra_blob=span,
         )
 
-    def _settled(
-        self, entries: Sequence[TableEntry], prepared: Prepared, statistics: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, list[FieldPlan]]:
-        """The tables that are encoded alike since they were stored full, by the qparams that were then chosen."""
-        settled = {}
-        for entry in entries:
-            plans, told = prepared.plans[entry.name], statistics.get(entry.name, {})
-            as_before = self.ledger.as_before(entry.name, plans)
-            if entry.storage != "full":
-                chosen = as_before
-            else:
-                chosen = [replace(f, qparams=told.get(f.name, {}).get("qparams")) for f in plans]
-                if any(f.bits is not None and f.qparams is None for f in chosen):
-                    chosen = None
-            if chosen is not None:
-                settled[entry.name] = chosen
-        return settled
-
     def _writer(self, claim: Claim) -> Writer:
         return Writer(self._store, claim.prefix, 0, chunk_bytes=self._options.chunk_bytes)
-
-    # Over which checkpoint --------------------------------------------------------------------------------------------
-
-    def _parent(self, parent: int | str | None) -> StoredCheckpoint | None:
-        """The checkpoint that the caller names; None for a base, or if the policy is to decide."""
-        if parent is None or parent == "auto":
-            return None
-        origin = self.ledger.legal_origin()
-        if origin is None:
-            raise InvalidInputError(
-                f"parent={parent!r}: this Run's state does not stem from the latest checkpoint; restore it first, or "
-                "save a base"
-            )
-        chain = {below.commit.sequence: below for below in self._history.chain(origin)}
-        number = origin.commit.sequence if parent == "latest" else parent
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number not in chain:
-            raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}")
-        return chain[int(number)]
-
-    def _decide(self, parent: int | str | None, *, force_full: bool = False) -> Decided:
-        """Over which checkpoint to save, and why."""
-        below, name, reason = self._choose(parent, force_full=force_full)
-        bits = self._options.rule.reason(self.ledger.restores())
-        note = PolicyNote(name=name, reason=reason if bits is None else f"{reason}; {bits}")
-        if below is not None:
-            spent = self._past(list(self._history.chain(below))).increments
-            note = msgspec.structs.replace(note, increments=len(spent), increments_bytes=sum(spent))
-        return Decided(below=below, note=note)
-
-    def _choose(self, parent: int | str | None, *, force_full: bool) -> tuple[StoredCheckpoint | None, str, str]:
-        origin, rule = self.ledger.legal_origin(), self._options.base_rule
-        if origin is None:
-            first = self.ledger.latest is None
-            why = "nothing is committed" if first else "this Run does not continue the latest checkpoint"
-            return None, rule.name, f"a base: {why}"
-        if force_full:
-            return None, "caller", "a base: every row may have changed, as the caller said (force_full)"
-        if parent is None:
-            return None, "caller", "a base, as the caller said"
-        named = self._parent(parent)
-        if named is not None:
-            return named, "caller", f"over checkpoint {named.commit.sequence}, as the caller said"
-        chain = list(self._history.chain(origin))
-        decision = rule.decide(self._past(chain))
-        return {None: None, "base": chain[-1], "latest": origin}[decision.parent], rule.name, decision.reason
-
-    def _past(self, chain: Sequence[StoredCheckpoint]) -> Past:
-        base = chain[-1].commit
-        known = self.ledger.increments(base)
-        sizes = [_size(increment) for increment in known]
-        return Past(base_bytes=_size(base), increments=(*_earlier(base, known), *sizes), layers=len(chain))
 
     # A stored checkpoint again ----------------------------------------------------------------------------------------
 
@@ -481,7 +307,7 @@ class Saver:
             assert self.ledger.latest is not None
             return choose(self._history.get(self.ledger.latest.sequence))
 
-        committed = self._commit(
+        committed, _, _ = self._attempts.commit(
             chosen, lambda claim, copied: self._write_copy(claim, copied, rollback_to), is_save=False
         )
         self.ledger.copied(committed)
@@ -515,70 +341,6 @@ class Saver:
             extra_blob=copied_span,
         )
 
-    # The commit -------------------------------------------------------------------------------------------------------
-
-    def _commit(
-        self, decide: Callable[[], _T], write: Callable[[Claim, _T], tuple[list[PartList], Content]], *, is_save: bool
-    ) -> Commit:
-        """Decide, stage, commit at the next number; again at the one after, if an earlier attempt of ours holds it."""
-        while True:
-            claim = Claim.of(self.ledger.head + 1)
-            try:
-                with self._losing(claim):
-                    decided = decide()
-                    group_bytes = open_attempt(self._store, claim)
-                    part_lists, content = write(claim, decided)
-                    check_ground(self._store, content.parent)
-                    document = seal(self._store, claim, content, part_lists, group_bytes)
-            except BaseException:
-                self._discard(claim)
-                raise
-            self.ledger.attempts[claim.attempt] = is_save
-            try:
-                return commit(self._store, claim, document)
-            except NumberTakenError as loss:
-                self._discard(claim)
-                self._adopt_or_lose(claim, loss)
-
-    @contextlib.contextmanager
-    def _losing(self, claim: Claim) -> Iterator[None]:
-        """Where a save fails whose number is taken by now, say so: its objects or its chain may have been pruned."""
-        try:
-            yield
-        except (PrunedError, DamagedError, StorageError):
-            loss = taken(self._store, claim)
-            if loss is not None:
-                self._adopt_or_lose(claim, loss)
-            raise
-
-    def _as_known(self, action: Callable[[], _T]) -> _T:
-        """Do what reads the run as this writer knows it; again, if it has to go on from an attempt that had landed."""
-        while True:
-            head = self.ledger.head
-            try:
-                with self._losing(Claim.of(head + 1)):
-                    return action()
-            except (PrunedError, DamagedError, StorageError):
-                if self.ledger.head == head:
-                    raise
-
-    def _adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
-        """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""
-        if loss.attempt in self.ledger.attempts:
-            self.ledger.landed(self._history.get(claim.sequence).commit)
-            return
-        self.ledger.lost = str(lost_to(claim, loss))
-        raise lost_to(claim, loss) from loss
-
-    def _discard(self, claim: Claim) -> None:
-        """Remove what an attempt stored that is not committed and never will be."""
-        try:
-            with Workers.of(self._store) as workers:
-                for key in self._store.list(claim.prefix):
-                    workers.run(0, partial(self._store.delete, key))
-        except (CheckrunError, OSError):
-            pass  # it stays as litter, which every reader ignores
-
     # Several writers --------------------------------------------------------------------------------------------------
 
     def begin(self, step: object, writers: object, parent: int | str | None, finished: Callable[[Commit], Any]) -> Save:
@@ -588,154 +350,26 @@ class Saver:
         if count < 1:
             raise InvalidInputError(f"writers={writers!r}; at least 1")
         number = checked_step(step)
-        self._as_known(lambda: self._parent(parent))
-        decided = self._as_known(lambda: self._decide(parent))
-        below = decided.below
-        claim = Claim.of(self.ledger.head + 1)
-        self.ledger.attempts[claim.attempt] = False
-        token = self._token(claim, count, below)
-        group_bytes = open_attempt(self._store, claim)
-        overlay = Overlay(self._store, self.ledger, below)
+        self._attempts.as_known(lambda: self._chooser.named(parent))
+        decided = self._attempts.as_known(lambda: self._chooser.decide(parent))
+        assembly = Assembly(self._store, self.ledger, self._attempts, self._encodings, decided=decided, step=number)
 
-        def finish(*given: Any) -> Any:
-            with self.lock:
-                with self._losing(claim):
-                    committed = commit_staged(*given)
-                return finished(committed)
-
-        def commit_staged(
+        def finish(
             part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any, step: object
-        ) -> Commit:
-            self._check_still_next(claim)
-            named = (_checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped"))
-            entries = overlay.entries(part_lists, *named)
-            content = Content(
-                step=number if step is None else checked_step(step),
-                tables=entries,
-                policy=decided.note,
-                parent=below,
-                predecessor=self.ledger.latest,
-                restores=self.ledger.restores(),
-                dropped=self.ledger.dropped(self.ledger.continuing(entries)),
-                **_extra_of(extra, part_lists),
-            )
-            alike = self._encoded_alike(entries, part_lists)
-            check_objects(self._store, claim, part_lists)
-            check_ground(self._store, below)
-            document = seal(self._store, claim, content, part_lists, group_bytes)
-            overlay.check_rows(claim, document)
-            try:
-                committed = commit(self._store, claim, document)
-            except NumberTakenError as loss:
-                self._adopt_or_lose(claim, loss)
-                raise ConcurrentCommitError(
-                    f"number {claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
-                    "begin the save anew"
-                ) from loss
-            self.ledger.saved(committed, settled=alike)
-            self.ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
-            return committed
+        ) -> Any:
+            kept, gone = _checked_names(unchanged, "unchanged"), _checked_names(dropped, "dropped")
+            with self.lock:
+                return finished(assembly.commit(part_lists, kept, gone, extra, checked_step(step)))
 
-        return Save(self._store, token, finish, lambda entry: self._outlook(entry, overlay))
-
-    def _outlook(self, entry: TableEntry, overlay: Overlay) -> Outlook:
-        """How a save over a parent may store a table of which only some rows changed."""
-        before = {other.name: other for other in self.ledger.latest_tables()}.get(entry.name)
-        plans = self._plans_of(entry.name, entry.fields)
-        quantized = is_lossy(plans)
-        keeps = not quantized and entry.name not in self.ledger.lossy
-        continues = keeps or self.ledger.as_before(entry.name, plans) is not None
-        continues = continues and bool(self.ledger.continuing([entry]))
-        continues = continues and before is not None and same_kind(entry, before)
-        known = 0 if before is None else before.rows or 0
-        try:
-            overlay.check_increment(entry, before)
-            overlay.needed(entry)
-        except InvalidInputError:
-            return Outlook(storage="full", continues=continues, known_rows=known, quantized=quantized)
-        return Outlook(storage="changed", continues=continues, known_rows=known, quantized=quantized)
-
-    def _encoded_alike(
-        self, entries: Sequence[TableEntry], part_lists: Sequence[PartList]
-    ) -> dict[str, list[FieldPlan]]:
-        """The tables that all writers encoded alike, and as they have been since they were stored full."""
-        found = {}
-        for entry in entries:
-            plans: list[FieldPlan] | None = self._plans_of(entry.name, entry.fields)
-            if entry.storage != "full":
-                plans = self.ledger.as_before(entry.name, plans or ())
-            plans = None if plans is None else encoded_alike(entry.name, plans, part_lists)
-            if plans is not None:
-                found[entry.name] = plans
-        return found
-
-    def _pinned(self) -> dict[str, dict[str, str]]:
-        """The dtype of qparams by which writers encode rows to the same bits as before, by table and field."""
-        found = {}
-        for name, settled in self.ledger.settled.items():
-            plans = self.ledger.as_before(name, self._plans_of(name, settled)) or ()
-            found[name] = {plan.name: plan.qparams for plan in plans if plan.qparams is not None}
-        return found
-
-    def _token(self, claim: Claim, writers: int, below: StoredCheckpoint | None) -> Token:
-        expected = self._options.rule.expected_restores
-        return {
-            "url": self._store.url,
-            "durable": getattr(self._store, "durable", True),
-            "sequence": claim.sequence,
-            "attempt": claim.attempt,
-            "writers": writers,
-            "parent": None if below is None else below.commit.sequence,
-            "predecessor": None if self.ledger.latest is None else self.ledger.latest.sequence,
-            "chunk_bytes": self._options.chunk_bytes,
-            "bits": self._options.rule.bits,
-            "encoder": None if self._options.encoder is None else list(astuple(self._options.encoder)),
-            "expected_restores": None if expected is None else float(expected),
-            "restores": self.ledger.restores(),
-            "qparams": self._pinned(),
-        }
-
-    def _check_still_next(self, claim: Claim) -> None:
-        self.ledger.check_may_save()
-        if claim.sequence != self.ledger.head + 1:
-            raise InvalidInputError(f"checkpoint {self.ledger.head} was committed since this save began: begin it anew")
+        return Save(self._store, assembly.token(count, self._options.chunk_bytes), finish, assembly.outlook)
 
 
 def checked_step(step: object) -> int | None:
     """Accept a step, or None."""
-    if step is None:
-        return None
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= int(step) < 2**63:
-        raise InvalidInputError(f"step {step!r}; a number from 0 on, or None")
-    return int(step)
+    return None if step is None else whole(step, f"step {step!r}; a number from 0 on, or None", 0, 2**63 - 1)
 
 
 def _checked_names(names: object, what: str) -> tuple[Any, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise InvalidInputError(f"{what}: a {type(names).__name__} where a list of names belongs")
     return tuple(names)
-
-
-def _extra_of(extra: object, part_lists: Sequence[PartList]) -> dict[str, Any]:
-    """The trainer's state of a save by several writers, or where one of them has stored it."""
-    spans = [part_list.extra for part_list in part_lists if part_list.extra is not None]
-    if len(spans) + (extra is not None) > 1:
-        raise InvalidInputError("extra is given twice: by one writer (put_extra), or to commit()")
-    data = extra_json(extra)
-    if len(data) > layout.MAX_INLINE_EXTRA:
-        raise InvalidInputError(f"extra takes {len(data)} bytes; let one of the writers store it, by put_extra()")
-    return {"extra": parse_json(data), "extra_blob": spans[0] if spans else None}
-
-
-def _earlier(base: Commit, known: Sequence[Commit]) -> list[int]:
-    """Sizes of the increments before those that are known, which are pruned: they count as equally large (COM-7)."""
-    if not known:
-        return []
-    count, total = known[0].policy.increments, known[0].policy.increments_bytes
-    if not isinstance(count, int) or not isinstance(total, int) or not 0 < count < known[0].sequence - base.sequence:
-        return []
-    return [total // count + (place < total % count) for place in range(count)]
-
-
-def _size(commit_record: Commit) -> int:
-    return commit_record.stored_bytes + commit_record.manifest.bytes

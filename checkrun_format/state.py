@@ -14,8 +14,20 @@ import numpy.typing as npt
 from checkrun_format import dlpack, dtypes, layout, quantize
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
+from checkrun_format.manifest import TableKind
 from checkrun_format.quantize import Method
-from checkrun_format.rows import Ids, Selection, as_ids, check_bounds, check_sign, length, sorted_ids
+from checkrun_format.rows import (
+    Ids,
+    Selection,
+    as_array,
+    as_ids,
+    check_bounds,
+    check_sign,
+    key_dtype_of,
+    length,
+    sorted_ids,
+)
 
 ArrayLike: TypeAlias = Any
 """numpy, or anything with `__dlpack__` (torch, jax, cupy, ...), on the CPU or on a device."""
@@ -206,6 +218,11 @@ class TableSource:
         """`dense` or `keyed`."""
         return "dense" if self.keys is None else "keyed"
 
+    @property
+    def kind(self) -> TableKind:
+        """What a stored table must have in common with it, to be laid under it (LAY-2)."""
+        return self.addressing, self.key_dtype, frozenset((f.name, f.dtype, f.columns) for f in self.fields)
+
 
 def _as_dict(given: Any, what: str) -> dict[Any, Any]:
     if not hasattr(given, "keys"):
@@ -275,7 +292,7 @@ def _function_fetch(
     table: str, specs: Sequence[FieldSpec], function: Function, keys: Ids | None
 ) -> Callable[[Selection], dict[str, Array]]:
     def fetch(selection: Selection) -> dict[str, Array]:
-        ids = _positions(selection) if keys is None else keys[selection]
+        ids = as_array(selection) if keys is None else keys[selection]
         return fetched(table, specs, function.fetch(ids.copy()), length(selection))
 
     return fetch
@@ -319,15 +336,9 @@ def _function_fields(name: str, table: Table, function: Function) -> tuple[tuple
     if (function.rows is None) == (table.keys is None):
         raise InvalidInputError(f"table {name!r}: from_function takes either rows= or keys=")
     if function.rows is not None:
-        return specs, _whole(function.rows, name)
+        return specs, whole(function.rows, f"table {name!r}: rows={function.rows!r} is no number of rows", least=0)
     what = f"table {name!r}, keys"
     return specs, as_ids(dlpack.to_numpy(table.keys, what), what).size
-
-
-def _whole(rows: object, name: str) -> int:
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 0:
-        raise InvalidInputError(f"table {name!r}: rows={rows!r} is no number of rows")
-    return int(rows)
 
 
 def _spec_given(table: str, name: str, spec: object, device: str | None) -> FieldSpec:
@@ -335,20 +346,14 @@ def _spec_given(table: str, name: str, spec: object, device: str | None) -> Fiel
     if not isinstance(spec, tuple) or len(spec) != 2:
         raise InvalidInputError(f"table {table!r}, field {name!r}: give (dtype, columns), not {spec!r}")
     dtype, columns = spec
-    if columns is not None and (
-        isinstance(columns, bool) or not isinstance(columns, int) or not 1 <= columns <= _MOST_COLUMNS
-    ):
-        wanted = f"give None or a number from 1 to {_MOST_COLUMNS}"
-        raise InvalidInputError(f"table {table!r}, field {name!r}: columns {columns!r}; {wanted}")
+    if columns is not None:
+        refusal = f"columns {columns!r}; give None or a number from 1 to {_MOST_COLUMNS}"
+        columns = whole(columns, f"table {table!r}, field {name!r}: {refusal}", least=1, most=_MOST_COLUMNS)
     try:
         known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
     except InvalidInputError as error:
         raise InvalidInputError(f"table {table!r}, field {name!r}: {error}") from error
     return FieldSpec(name=name, dtype=known, columns=columns, device=device)
-
-
-def _positions(selection: Selection) -> Ids:
-    return np.arange(selection.start, selection.stop) if isinstance(selection, slice) else selection
 
 
 def fetched(
@@ -381,7 +386,7 @@ def _keys(name: str, table: Table, rows: int) -> tuple[Ids | None, str | None, I
     keys = as_ids(given, f"table {name!r}, keys")
     if keys.size != rows:
         raise InvalidInputError(f"table {name!r}: {keys.size} keys for {rows} rows")
-    key_dtype = "uint64" if given.dtype.kind == "u" and given.dtype.itemsize == 8 else "int64"
+    key_dtype = key_dtype_of(given)
     if keys.size < 2 or bool((keys[1:] > keys[:-1]).all()):
         return keys.copy(), key_dtype, None
     order = np.argsort(keys, kind="stable")

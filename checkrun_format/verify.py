@@ -54,27 +54,60 @@ class Audit:
     affected: dict[int, int]
 
 
-def verify_run(store: Store, *, fast: bool = False) -> Audit:
-    """Every problem of a run, and which checkpoints they affect.
+class Auditor:
+    """Looks at all of a run: its problems one after another, and in the end what they affect.
 
     Parameters
     ----------
+    store : Store
     fast : bool
         Only read documents and list objects: presence and sizes, no values.
+
+    Attributes
+    ----------
+    numbers : list of int
+        What is looked at, apart from the run document and the tags.
     """
-    history = History(store)
-    problems = _caught(history.check_run, layout.RUN_KEY)
-    unsound = set()
-    for number in history.numbers():
-        found = _number(history, number, fast=fast)
-        problems += found
-        if is_unsound(found):
-            unsound.add(number)
-    for number, problem in _vanished(history).items():
-        problems.append(problem)
-        unsound.add(number)
-    problems += verify_tags(store)
-    safe, affected = judge(store, unsound)
+
+    def __init__(self, store: Store, *, fast: bool = False) -> None:
+        self._history = History(store)
+        self._fast = fast
+        self._unsound: set[int] = set()
+        self.numbers = self._history.numbers()
+
+    def problems(self, numbers: Iterable[int] | None = None) -> Iterator[Problem]:
+        """Every problem of the run; `numbers` are its own, given by somebody who watches how far they are."""
+        history = self._history
+        yield from _caught(history.check_run, layout.RUN_KEY)
+        for number in self.numbers if numbers is None else numbers:
+            found = _number(history, number, fast=self._fast)
+            if is_unsound(found):
+                self._unsound.add(number)
+            yield from found
+        for number, problem in _vanished(history).items():
+            self._unsound.add(number)
+            yield problem
+        yield from verify_tags(history.store)
+
+    def verdict(self) -> tuple[list[int], dict[int, int]]:
+        """Once all problems are known: which checkpoints are safe, and which are `affected`, as of `Audit`."""
+        affected = {number: number for number in sorted(self._unsound)}
+        safe = []
+        for number in self._history.numbers():
+            occupant = _occupant(self._history, number)
+            if isinstance(occupant, Commit) and number not in affected:
+                if occupant.parent in affected:
+                    affected[number] = affected[occupant.parent]
+                else:
+                    safe.append(number)
+        return safe, dict(sorted(affected.items()))
+
+
+def verify_run(store: Store, *, fast: bool = False) -> Audit:
+    """Every problem of a run, and which checkpoints they affect; `fast` as of `Auditor`."""
+    auditor = Auditor(store, fast=fast)
+    problems = list(auditor.problems())
+    safe, affected = auditor.verdict()
     return Audit(problems=problems, safe=safe, affected=affected)
 
 
@@ -101,20 +134,6 @@ def is_unsound(problems: Iterable[Problem]) -> bool:
     return any(problem.kind not in HARMLESS for problem in problems)
 
 
-def judge(store: Store, unsound: AbstractSet[int]) -> tuple[list[int], dict[int, int]]:
-    """The checkpoints that are safe, and for each other number where its chain is not sound."""
-    affected = {number: number for number in sorted(unsound)}
-    safe = []
-    for number in (history := History(store)).numbers():
-        occupant = _occupant(history, number)
-        if isinstance(occupant, Commit) and number not in affected:
-            if occupant.parent in affected:
-                affected[number] = affected[occupant.parent]
-            else:
-                safe.append(number)
-    return safe, dict(sorted(affected.items()))
-
-
 def newest_sound(store: Store) -> tuple[int | None, dict[int, Problem]]:
     """The newest checkpoint whose whole chain verifies, and for each newer one what is wrong with it.
 
@@ -125,7 +144,7 @@ def newest_sound(store: Store) -> tuple[int | None, dict[int, Problem]]:
         try:
             occupant = history.occupant(number)
         except DamagedError as error:
-            passed[number] = _problem(error, error.place)
+            passed[number] = Problem.of(error, error.place)
             continue
         if not isinstance(occupant, Commit):
             continue
@@ -185,13 +204,13 @@ def _problems(history: History, sequence: int, *, fast: bool) -> list[Problem]:
     try:
         occupant = history.occupant(sequence)
     except CheckrunError as error:
-        return [_problem(error, key)]
+        return [Problem.of(error, key)]
     listing = history.store.list(layout.folder(sequence))
     if isinstance(occupant, Commit):
         try:
             stored = history.get(sequence)
         except PrunedError as error:  # since
-            return [_problem(error, key)]
+            return [Problem.of(error, key)]
         below = _caught(lambda: history.parent(stored), key) or _caught(lambda: _predecessor(history, stored), key)
         return below + list(_checkpoint(history, stored, listing, fast=fast))
     problems = [Problem(place=name, kind="litter", message="no checkpoint needs it") for name in listing if name != key]
@@ -428,11 +447,5 @@ def _caught(check: Callable[[], object], place: str) -> list[Problem]:
     try:
         check()
     except CheckrunError as error:
-        return [_problem(error, place)]
+        return [Problem.of(error, place)]
     return []
-
-
-def _problem(error: CheckrunError, place: str) -> Problem:
-    if isinstance(error, DamagedError):
-        return Problem(place=error.place, kind=error.kind, message=error.problem)
-    return Problem(place=place, kind=error.kind, message=str(error))

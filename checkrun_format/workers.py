@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
-import numpy as np
-
-from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 from checkrun_format.quantize.engine import allowed_threads
 from checkrun_format.stores import Store
 
@@ -53,9 +51,8 @@ class Budget:
     max_host_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        given: object = self.max_host_bytes
-        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 1:
-            raise InvalidInputError(f"max_host_bytes {given!r}; a positive number of bytes, such as 256 << 20")
+        given = self.max_host_bytes
+        whole(given, f"max_host_bytes {given!r}; a positive number of bytes, such as 256 << 20", least=1)
 
     @property
     def kept(self) -> int:

@@ -332,7 +332,7 @@ class Writer:
     def _put_large(self, part: PartSource) -> None:
         """A part with a block of its own, encoded chunk by chunk."""
         encoder = blocks.Encoder(plans=part.plans)
-        widest = max([plan.widest for plan in part.plans] + [8 * (part.rows is not None)])
+        widest = BlockLayout(fields=tuple(plan.layout() for plan in part.plans), listed=part.rows is not None).widest
         chunk_rows = layout.balanced_chunk_rows(part.count, widest, self._chunk_bytes)
         block: BlockWriter | None = None
         for low in range(0, part.count, chunk_rows):

@@ -119,13 +119,12 @@ def checkpoint_at(text: str) -> Checkpoint:
 
 def _latest(run: Run) -> Checkpoint:
     try:
-        latest: Checkpoint = run.latest()
+        return run.latest()
     except DamagedError as error:
         found = error.__cause__  # the library's own way out is an argument in Python
         if isinstance(found, DamagedError):
             raise DamagedError(found.place, f"{found.problem}. RUN@SEQ names an older checkpoint") from error
         raise
-    return latest
 
 
 class NameType(click.ParamType[int | str]):

@@ -10,10 +10,8 @@ import click
 import numpy as np
 
 from checkrun_format import dtypes
-from checkrun_format.checkpoint import TableView
 from checkrun_format.cli import document, endings
 from checkrun_format.cli.address import IdsType, SliceType, address_argument, checkpoint_at
-from checkrun_format.cli.census import problem_of
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import JSON_VALUES, epilog
 from checkrun_format.cli.page import Page
@@ -21,6 +19,7 @@ from checkrun_format.cli.salvage import Piece, Salvage
 from checkrun_format.cli.values import Arrays, Grid, objects
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Problem
+from checkrun_format.view import TableView
 
 _PIECE_BYTES = 4 << 20
 """Decoded bytes that are read at a time, about."""
@@ -143,5 +142,5 @@ def _problem(view: TableView, selection: Selection, piece: Piece) -> Problem:
     assert piece.error is not None
     ids, word = selection.ids(piece.low, piece.high), _word(view)
     which = f"{word} {ids[0]}" if len(ids) == 1 else f"{len(ids):,} {word}s from {ids[0]} to {ids[-1]}"
-    found = problem_of(piece.error, view.name)
+    found = Problem.of(piece.error, view.name)
     return Problem(place=found.place, kind=found.kind, message=f"{found.message}; needed for {which}")

@@ -39,7 +39,7 @@ class Number:
     @property
     def bytes(self) -> int | None:
         """Bytes of all objects of the checkpoint, the commit apart."""
-        return None if self.commit is None else self.commit.stored_bytes + self.commit.manifest.bytes
+        return None if self.commit is None else self.commit.bytes
 
     @property
     def note(self) -> str:
@@ -72,7 +72,7 @@ def commit_object(commit: Commit | None) -> dict[str, Any]:
     if commit is None:
         return told | {"bytes": None, "policy": None}
     policy = {"name": commit.policy.name, "reason": commit.policy.reason}
-    return told | {"bytes": commit.stored_bytes + commit.manifest.bytes, "policy": policy}
+    return told | {"bytes": commit.bytes, "policy": policy}
 
 
 def open_history(url: str) -> tuple[History, list[Problem]]:
@@ -88,7 +88,7 @@ def open_history(url: str) -> tuple[History, list[Problem]]:
     except (NotARunError, DamagedError) as error:
         if all(number.commit is None for number in census(history)):
             raise
-        return history, [problem_of(error, layout.RUN_KEY)]
+        return history, [Problem.of(error, layout.RUN_KEY)]
     return history, []
 
 
@@ -121,7 +121,7 @@ def look_up(history: History, sequence: int) -> Number | None:
     try:
         occupant = history.occupant(sequence)
     except CheckrunError as error:
-        problem = problem_of(error, layout.commit_key(sequence))
+        problem = Problem.of(error, layout.commit_key(sequence))
         return Number(sequence=sequence, kind=problem.kind, problem=problem)
     if occupant is None:
         return None
@@ -131,10 +131,3 @@ def look_up(history: History, sequence: int) -> Number | None:
 
 
 _UNCOMMITTED: dict[type[Pruned | Burnt], str] = {Pruned: "pruned", Burnt: "burnt"}
-
-
-def problem_of(error: CheckrunError, place: str) -> Problem:
-    """An error as a record; `place` if the error does not know better."""
-    if isinstance(error, DamagedError):
-        return Problem(place=error.place, kind=error.kind, message=error.problem)
-    return Problem(place=place, kind=error.kind, message=str(error))

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
+from checkrun_format.chain import History
 from checkrun_format.changes import Changes
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.cli import document, endings
-from checkrun_format.cli.address import parse_run, run_argument
-from checkrun_format.cli.census import problem_of
+from checkrun_format.cli.address import checkpoint_argument, number_of, parse_run, run_argument
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import JSON_VALUES, epilog
 from checkrun_format.cli.page import Column, Page, Sheet
@@ -21,6 +21,8 @@ from checkrun_format.cli.values import Grid, objects
 from checkrun_format.errors import DamagedError, StorageError
 from checkrun_format.manifest import Problem
 from checkrun_format.run import open_run
+from checkrun_format.stores import open_store
+from checkrun_format.tags import Tags
 
 _BATCH_BYTES = 4 << 20
 """Decoded bytes that are read at a time, about."""
@@ -43,30 +45,33 @@ _BATCH_BYTES = 4 << 20
         JSON_VALUES,
         examples="""
         checkrun changes my-run 41 42
-        checkrun changes my-run 41 42 --table user --values --json
+        checkrun changes my-run best 42 --table user --values --json
         """,
     )
 )
 @run_argument
-@click.argument("since", metavar="A", type=click.IntRange(min=1))
-@click.argument("until", metavar="B", type=click.IntRange(min=1))
+@checkpoint_argument("since", "A")
+@checkpoint_argument("until", "B")
 @click.option("--table", metavar="NAME", help="Only this table.")
 @click.option("--values", is_flag=True, help="Print the rows, with their values at B, and not only how many.")
 @json_option
-def changes(*, run: str, since: int, until: int, table: str | None, values: bool, as_json: bool) -> None:
+def changes(*, run: str, since: int | str, until: int | str, table: str | None, values: bool, as_json: bool) -> None:
     """Show what changed between two checkpoints.
 
     That is: the rows that changed from checkpoint A to checkpoint B, and the keys that were deleted. A may be
-    pruned by now, but no checkpoint in between; a rollback in between is followed to what it undid.
+    pruned by now, but no checkpoint in between; a rollback in between is followed to what it undid. A and B are
+    numbers, or tags.
     """
     opened = open_run(parse_run(run))
-    feed = Feed(opened[until], since, table)
+    tags = Tags(History(open_store(opened.url)))
+    first, last = number_of(tags, since), number_of(tags, until)
+    feed = Feed(opened[last], first, table)
     if values and as_json:
         _print_lines(feed)
     elif values:
         _print_values(Page(), feed)
     elif as_json:
-        _print_document(feed, {"run": opened.url, "since": since, "until": until})
+        _print_document(feed, {"run": opened.url, "since": first, "until": last})
     else:
         _print_counts(Page(), feed)
     endings.conclude(feed.problems)
@@ -121,7 +126,7 @@ class Feed:
                     seen = True
                     yield batch
         except (DamagedError, StorageError) as error:
-            found = problem_of(error, "")
+            found = Problem.of(error, "")
             message = f"{found.message}; what changed beyond is not shown"
             self.problems.append(Problem(place=found.place, kind=found.kind, message=message))
         if self._table is not None and not seen and not self.problems:

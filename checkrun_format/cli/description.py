@@ -9,7 +9,7 @@ from typing import Any
 from checkrun_format import layout, manifest
 from checkrun_format.chain import History
 from checkrun_format.cli import document
-from checkrun_format.cli.census import Number, commit_object, kind_of, look_up, problem_of
+from checkrun_format.cli.census import Number, commit_object, kind_of, look_up
 from checkrun_format.errors import CheckrunError
 from checkrun_format.manifest import Commit, Field, Manifest, Problem, TableEntry
 from checkrun_format.reader import StoredCheckpoint
@@ -71,7 +71,7 @@ class Description:
             "format_version": commit.format_version,
             "requires": commit.requires,
             "chain": [below.sequence for below in chain],
-            "chain_bytes": sum(below.stored_bytes + below.manifest.bytes for below in chain),
+            "chain_bytes": sum(below.bytes for below in chain),
             "broken_at": broken_at,
             **self._contents(stored),
         }
@@ -94,7 +94,7 @@ class Description:
         try:
             contents = stored.manifest
         except CheckrunError as error:
-            self._problems.append(problem_of(error, stored.place("manifest.json")))
+            self._problems.append(Problem.of(error, stored.place("manifest.json")))
             return dict.fromkeys(("writers", "tables", "dropped", "tensors", "extra", "blobs"))
         return {
             "writers": len(contents.writers),
@@ -110,7 +110,7 @@ class Description:
         try:
             stored.stored_parts()
         except CheckrunError as error:
-            self._problems.append(problem_of(error, stored.place("manifest.json")))
+            self._problems.append(Problem.of(error, stored.place("manifest.json")))
             parts_known = False
         for entry in contents.tables:
             told = _table(entry)
@@ -118,7 +118,7 @@ class Description:
                 try:
                     told |= _stored(stored, entry)
                 except CheckrunError as error:
-                    problem = problem_of(error, stored.place("manifest.json"))
+                    problem = Problem.of(error, stored.place("manifest.json"))
                     self._problems.append(problem)
                     told |= {"problem": document.problem(problem)}
             yield told

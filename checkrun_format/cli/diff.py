@@ -11,7 +11,7 @@ import click
 from checkrun_format.chain import History
 from checkrun_format.cli import document, endings
 from checkrun_format.cli.address import checkpoint_argument, number_of, parse_run, run_argument
-from checkrun_format.cli.census import open_history, problem_of
+from checkrun_format.cli.census import open_history
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Column, Page, Sheet
@@ -142,7 +142,7 @@ class _Noted:
         if not isinstance(error, DamagedError | StorageError):
             return False
         assert isinstance(error, CheckrunError)
-        self._problems.append(problem_of(error, self._place))
+        self._problems.append(Problem.of(error, self._place))
         return True
 
 

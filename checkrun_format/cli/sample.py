@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dtypes
-from checkrun_format.checkpoint import TableView
+from checkrun_format import dtypes, layout
 from checkrun_format.cli.address import checkpoint_at
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.inventory import FileTable
 from checkrun_format.rows import Ids
+from checkrun_format.view import TableView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def _of_file(tables: Sequence[FileTable], patterns: Sequence[str]) -> Iterator[P
 def _of_run(address: str, patterns: Sequence[str]) -> Iterator[Place]:
     checkpoint = checkpoint_at(address)
     for pattern in patterns:
-        if not any(inventory.matches(name, pattern) for name in checkpoint.tables):
+        if not any(layout.matches(name, pattern) for name in checkpoint.tables):
             known = ", ".join(map(repr, checkpoint.tables[:5])) or "none"
             raise InvalidInputError(
                 f"--table {pattern!r} matches no table; checkpoint {checkpoint.sequence} has {known}"
@@ -98,7 +98,7 @@ def _of_run(address: str, patterns: Sequence[str]) -> Iterator[Place]:
 
 
 def _is_meant(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or any(inventory.matches(name, pattern) for pattern in patterns)
+    return not patterns or any(layout.matches(name, pattern) for pattern in patterns)
 
 
 def _fields(

@@ -47,11 +47,11 @@ class Successor:
 
     @property
     def _chain_bytes(self) -> int:
-        return sum(commit.stored_bytes + commit.manifest.bytes for commit in self.chain)
+        return sum(commit.bytes for commit in self.chain)
 
     def description(self) -> str:
         """The same as a phrase."""
-        size = self.committed.stored_bytes + self.committed.manifest.bytes
+        size = self.committed.bytes
         parent = self.committed.parent
         kind = "a base" if parent is None else f"over {parent}"
         layers = f"{len(self.chain):,} layer{'s' * (len(self.chain) > 1)}"

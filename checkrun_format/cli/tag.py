@@ -11,7 +11,7 @@ from checkrun_format import layout
 from checkrun_format.chain import History
 from checkrun_format.cli import document, endings
 from checkrun_format.cli.address import checkpoint_argument, number_of, parse_run, run_argument
-from checkrun_format.cli.census import look_up, open_history, problem_of
+from checkrun_format.cli.census import look_up, open_history
 from checkrun_format.cli.document import json_option
 from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Column, Page, Sheet
@@ -83,7 +83,7 @@ def _listed(history: History, tags: Tags, problems: list[Problem]) -> Iterator[d
             yield {"name": name, "sequence": sequence, "kind": kind, "step": step}
             tags.check(name)
         except CheckrunError as error:
-            problems.append(problem_of(error, layout.tag_key(name)))
+            problems.append(Problem.of(error, layout.tag_key(name)))
 
 
 def _show(page: Page, listed: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from checkrun_format.cli.manual import epilog
 from checkrun_format.cli.page import Page
 from checkrun_format.cli.text import folded
 from checkrun_format.manifest import Problem
-from checkrun_format.verify import is_unsound, judge, verify_checkpoint, verify_tags
+from checkrun_format.verify import Auditor, verify_checkpoint
 
 _LITTER = "litter"
 
@@ -58,22 +59,27 @@ def verify(address: str, *, fast: bool, as_json: bool) -> None:
     """
     where = parse(address)
     history, problems = open_history(where.url)
-    numbers = history.numbers() if where.sequence is None else [_existing(history, where.sequence)]
-    page = Page()
-    console = _console(page, as_json=as_json)
-    audit = Audit(history, problems, numbers, console, fast=fast, tags=where.sequence is None)
-    if as_json:
-        head = {"run": history.store.url, "sequence": where.sequence, "fast": fast}
-        items = (document.problem(problem) for problem in audit)
-        document.listing(head, "problems", items, lambda: _totals(audit, len(numbers)))
-    else:
-        for problem in _without_crowds(audit):
-            style = "dim" if problem.kind == _LITTER else "red"
-            page.line(problem.place, ": ", (problem.kind, style), f": {problem.message}")
-        page.line(_conclusion(audit.counts, len(numbers)))
-        if audit.unsound and where.sequence is None:
-            _show_affected(page, *audit.verdict())
-    if audit.counts.keys() - {_LITTER}:
+    page, auditor = Page(), Auditor(history.store, fast=fast) if where.sequence is None else None
+    numbers = [_existing(history, where.sequence or 0)] if auditor is None else auditor.numbers
+    with _watched(numbers, _console(page, as_json=as_json)) as watched:
+        if auditor is not None:
+            found = auditor.problems(watched)
+        else:
+            found = (problem for number in watched for problem in verify_checkpoint(history.store, number, fast=fast))
+        findings = Findings(itertools.chain(problems, found))
+        if as_json:
+            head = {"run": history.store.url, "sequence": where.sequence, "fast": fast}
+            items = (document.problem(problem) for problem in findings)
+            document.listing(head, "problems", items, lambda: _totals(findings, len(numbers), auditor))
+        else:
+            for problem in _without_crowds(findings):
+                style = "dim" if problem.kind == _LITTER else "red"
+                page.line(problem.place, ": ", (problem.kind, style), f": {problem.message}")
+    if not as_json:
+        page.line(_conclusion(findings.counts, len(numbers)))
+        if auditor is not None:
+            _show_affected(page, *auditor.verdict())
+    if findings.counts.keys() - {_LITTER}:
         raise click.exceptions.Exit(endings.DAMAGED)
 
 
@@ -102,89 +108,53 @@ def _console(page: Page, *, as_json: bool) -> Console | None:
     return Console(stderr=True) if sys.stderr.isatty() else None
 
 
-class Audit:
-    """The problems of some numbers, counted by kind while they pass; progress on a terminal.
+@contextlib.contextmanager
+def _watched(numbers: Sequence[int], console: Console | None) -> Iterator[Iterable[int]]:
+    """The same numbers; how far they are is drawn while they are taken."""
+    columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Rich would send what is printed meanwhile to where it draws progress.
+    with Progress(
+        *columns,
+        console=console,
+        disable=console is None,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+        yield progress.track(numbers)
+
+
+class Findings:
+    """Problems, counted by kind while they pass.
 
     A damaged object is met again by every checkpoint whose chain needs it: the same problem passes once.
-
-    Parameters
-    ----------
-    problems : list
-        Those that are known already.
-    console : Console or None
-        Where progress is drawn.
-    fast : bool
-        As of `verify_checkpoint`.
-    tags : bool
-        Whether tags are looked at, too.
     """
 
-    def __init__(
-        self,
-        history: History,
-        problems: Sequence[Problem],
-        numbers: Sequence[int],
-        console: Console | None,
-        *,
-        fast: bool,
-        tags: bool,
-    ) -> None:
-        self._history = history
+    def __init__(self, problems: Iterable[Problem]) -> None:
         self._problems = problems
-        self._numbers = numbers
-        self._console = console
-        self._fast = fast
-        self.has_tags = tags
-        self.unsound: set[int] = set()
         self.counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Problem]:
         seen: set[Problem] = set()
-        for problem in self._found():
+        for problem in self._problems:
             if problem not in seen:
                 self.counts[problem.kind] += 1
                 yield problem
             if problem.kind != _LITTER:
                 seen.add(problem)
 
-    def _found(self) -> Iterator[Problem]:
-        yield from self._problems
-        columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        hidden = self._console is None
-        # Rich would send what is printed meanwhile to where it draws progress.
-        progress = Progress(
-            *columns,
-            console=self._console,
-            disable=hidden,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        with progress:
-            for number in progress.track(self._numbers):
-                found = verify_checkpoint(self._history.store, number, fast=self._fast)
-                if is_unsound(found):
-                    self.unsound.add(number)
-                yield from found
-        if self.has_tags:
-            yield from verify_tags(self._history.store)
 
-    def verdict(self) -> tuple[list[int], dict[int, int]]:
-        """The checkpoints that are safe, and for each other number where its chain is not sound."""
-        return judge(self._history.store, self.unsound)
-
-
-def _totals(audit: Audit, numbers: int) -> dict[str, Any]:
-    safe, affected = audit.verdict() if audit.has_tags else (None, {})
-    return {
-        "checked": numbers,
-        "counts": dict(audit.counts),
-        "safe": safe,
-        "affected": None if safe is None else [{"sequence": n, "broken_at": at} for n, at in affected.items()],
-    }
+def _totals(findings: Findings, numbers: int, auditor: Auditor | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"checked": numbers, "counts": dict(findings.counts), "safe": None, "affected": None}
+    if auditor is not None:
+        safe, affected = auditor.verdict()
+        told |= {"safe": safe, "affected": [{"sequence": n, "broken_at": at} for n, at in affected.items()]}
+    return told
 
 
 def _show_affected(page: Page, safe: list[int], affected: dict[int, int]) -> None:
+    if not affected:
+        return
     told = [str(number) if at == number else f"{number} (by {at})" for number, at in affected.items()]
     page.line(f"Affected: {', '.join(told)}.")
     page.line(f"Safe: {_ranges(safe) or 'none'}.")

@@ -14,7 +14,7 @@ from checkrun_format.interchange.contents import PIECE_BYTES, Array
 from checkrun_format.interchange.inventory import FileTable
 from checkrun_format.manifest import TableEntry
 from checkrun_format.resolver import Layers, Piece, as_stored, live_keys, pieces
-from checkrun_format.rows import Ids, Mask, Selection, Wanted, WantedIds, WantedRange, length
+from checkrun_format.rows import Ids, Mask, Selection, Wanted, WantedIds, WantedRange, length, pick
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def _compared(
     step = max(1, PIECE_BYTES // max(1, table.row_bytes))
     for low in range(0, count, step):
         high = min(low + step, count)
-        places = _part_of(piece.places, low, high)
+        places = pick(piece.places, slice(low, high))
         values = table.fetch(places if isinstance(wanted, WantedRange) else wanted.wanted[places])
         part = blocks.cut(EncodedRows(count=count, fields=stored, rows=None), low, high)
         differs: Mask = np.zeros(high - low, np.bool_)
@@ -159,12 +159,6 @@ def _plan(stored: EncodedField, start: int, told: dict[str, object]) -> FieldPla
 
 def _is_known(way: FieldPlan) -> bool:
     return way.bits is None or way.encoder is not None
-
-
-def _part_of(selection: Selection, low: int, high: int) -> Selection:
-    if isinstance(selection, slice):
-        return slice(selection.start + low, selection.start + high)
-    return selection[low:high]
 
 
 def _columns(values: Array, way: FieldPlan) -> Array:

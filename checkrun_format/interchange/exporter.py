@@ -11,12 +11,13 @@ from typing import TypeAlias
 import numpy as np
 
 from checkrun_format import dtypes
-from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import InvalidInputError, UnsupportedFeatureError
 from checkrun_format.interchange import kinds
 from checkrun_format.interchange.contents import PIECE_BYTES, Array, Entry
 from checkrun_format.interchange.inventory import Label, TableLabel, label_table, to_text
 from checkrun_format.manifest import Field
+from checkrun_format.view import TableView
 
 Advance: TypeAlias = Callable[[int], None]
 

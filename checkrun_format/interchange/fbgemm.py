@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dtypes, packing
-from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange import exporter, kinds
 from checkrun_format.interchange.contents import Array, Entry
@@ -29,7 +29,8 @@ from checkrun_format.interchange.inventory import WEIGHT, Label, label_table
 from checkrun_format.manifest import Field
 from checkrun_format.packing import U8
 from checkrun_format.resolver import Layers, Piece, as_stored, live_keys, pieces
-from checkrun_format.rows import Ids, Mask, Selection, Wanted, WantedIds, WantedRange
+from checkrun_format.rows import Ids, Mask, Wanted, WantedIds, WantedRange, as_array
+from checkrun_format.view import TableView
 
 WIDTHS: Final = (2, 4, 8)
 """Bits that the fused layout knows."""
@@ -235,9 +236,9 @@ class _Rows:
             if f.encoding == "raw":
                 self._raw[piece.places] = True
             stored = as_stored(piece, f, self._field)
-            self._exact[_placed(piece.places)[stored.exact_index]] = True
+            self._exact[as_array(piece.places)[stored.exact_index]] = True
             if f.encoding == "affine" and f.columns == self._fusion.columns and (f.bits or 8) <= self._fusion.bits:
-                self._put(_placed(piece.places), stored.arrays["codes"], stored.arrays["qparams"], f.bits or 8)
+                self._put(as_array(piece.places), stored.arrays["codes"], stored.arrays["qparams"], f.bits or 8)
 
     def _put(self, places: Ids, codes: U8, qparams: Array, bits: int) -> None:
         columns, width = self._fusion.columns, self._fusion.bits
@@ -263,10 +264,6 @@ class _Rows:
         fusion.exact.frombytes(shown[exact].tobytes())
         fusion.recoded.frombytes(shown[~exact & ~raw].tobytes())
         fusion.encoded += int(np.count_nonzero(raw & ~exact))
-
-
-def _placed(places: Selection) -> Ids:
-    return np.arange(places.start, places.stop) if isinstance(places, slice) else places
 
 
 def _bytes_of(qparams: Array) -> U8:

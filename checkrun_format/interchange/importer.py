@@ -11,18 +11,19 @@ from typing import Any, Final, Literal, TypeAlias
 
 from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
-from checkrun_format.checkpoint import Checkpoint, TableView
+from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
+from checkrun_format.integers import whole
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_bits, recorded_plans, same_bits
 from checkrun_format.interchange.contents import Contents
 from checkrun_format.interchange.inventory import FileTable, Inventory
-from checkrun_format.manifest import TableEntry
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run, open_run
 from checkrun_format.saving import checked_step
 from checkrun_format.state import ALL, All, State, Table, extra_json
 from checkrun_format.stores import Store
+from checkrun_format.view import TableView
 
 RAW: Final = "raw"
 """`bits=RAW`: not quantized."""
@@ -158,15 +159,13 @@ def _latest(run: Run) -> Checkpoint | None:
     """The latest checkpoint; opening the run for saving warns of burnt numbers, once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BurntNumberWarning)
-        latest: Checkpoint | None = run.latest(None)
-    return latest
+        return run.latest(None)
 
 
 def _check_bits(bits: Width, tables: Collection[FileTable]) -> None:
     if bits is None or bits == RAW:
         return
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
-        raise InvalidInputError(f"bits {bits!r}; 1 to 8, or {RAW!r}")
+    whole(bits, f"bits {bits!r}; 1 to 8, or {RAW!r}", 1, 8)
     if not any(_fits(table) for table in tables):
         shown = ", ".join(f"{table.name!r} ({table.spec()[0][1]})" for table in list(tables)[:3]) or "none"
         raise InvalidInputError(f"{bits} bits: no table (rows, columns) of floating-point numbers; tables are: {shown}")
@@ -226,7 +225,7 @@ def _continued(before: TableView | None, table: FileTable, bits: Width, advance:
     if before is None:
         return _Continued(changed=None, plans=fresh)
     layers = before.layers()
-    if not _is_same_kind(table, layers[0][1]):
+    if table.kind != layers[0][1].kind:
         kept = recorded_bits(layers, table.main_field) if bits is None else bits
         return _Continued(changed=ALL, plans=_fresh_plans(table, kept), replaced=True)
     recorded = recorded_plans(layers, table)
@@ -257,14 +256,6 @@ def _fresh_plans(table: FileTable, bits: Width) -> dict[str, FieldPlan]:
 
 def _way(plan: FieldPlan) -> tuple[int | None, str | None]:
     return plan.bits, plan.store_as
-
-
-def _is_same_kind(table: FileTable, entry: TableEntry) -> bool:
-    """Whether a table in a file has the addressing and fields of a stored one (LAY-2)."""
-    key_dtype = None
-    if table.keys is not None:
-        key_dtype = "uint64" if table.keys.dtype.kind == "u" and table.keys.dtype.itemsize == 8 else "int64"
-    return key_dtype == entry.key_dtype and set(table.spec()) == {(f.name, f.dtype, f.columns) for f in entry.fields}
 
 
 def _told(table: FileTable, c: _Continued) -> ImportedTable:

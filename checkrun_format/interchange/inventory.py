@@ -6,7 +6,6 @@ are `TABLE.FIELD`. The keys of a keyed table are `TABLE.keys`, blobs `blobs.NAME
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ import numpy as np
 from checkrun_format import dtypes, layout
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange.contents import Array, Contents
-from checkrun_format.manifest import Field
-from checkrun_format.rows import Ids, Selection, as_ids, as_slice
+from checkrun_format.manifest import Field, TableKind
+from checkrun_format.rows import Ids, Selection, as_ids, as_slice, key_dtype_of
 from checkrun_format.state import Table, table_source
 
 MANY_ROWS: Final = 10_000
@@ -104,6 +103,12 @@ class FileTable:
             for name, array in self.fields.items()
         ]
 
+    @property
+    def kind(self) -> TableKind:
+        """What a stored table must have in common with it, to go on from it (LAY-2)."""
+        key_dtype = None if self.keys is None else key_dtype_of(self.keys)
+        return "dense" if self.keys is None else "keyed", key_dtype, frozenset(self.spec())
+
     def sorted_keys(self) -> Ids:
         """The keys as int64, ascending."""
         return self._sorted()[0]
@@ -181,13 +186,13 @@ def _chooser(
 ) -> Callable[[str, Array], bool]:
     """Which tensors (rows, columns) are tables; `known` is None in a file that itself says which others are."""
     for pattern in patterns:
-        matching = [name for name in arrays if matches(name, pattern)]
-        found = any(_is_matrix(arrays[name]) for name in matching) or any(matches(name, pattern) for name in labelled)
-        if not found:
+        matching = [name for name in arrays if layout.matches(name, pattern)]
+        of_label = [name for name in labelled if layout.matches(name, pattern)]
+        if not of_label and not any(_is_matrix(arrays[name]) for name in matching):
             raise InvalidInputError(_no_table(pattern, arrays, matching))
 
     def is_table(name: str, array: Array) -> bool:
-        if any(matches(name, pattern) for pattern in patterns):
+        if any(layout.matches(name, pattern) for pattern in patterns):
             return True
         return known is not None and (name in known or (not patterns and len(array) > MANY_ROWS))
 
@@ -196,11 +201,6 @@ def _chooser(
 
 def _is_matrix(array: Array) -> bool:
     return array.ndim == 2 and array.shape[1] > 0
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a name fits a pattern of `*` and `?`."""
-    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))  # a bracket is an ordinary character
 
 
 def _no_table(pattern: str, arrays: Mapping[str, Array], matching: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from checkrun_format.errors import AccessDeniedError, CheckrunError, InvalidInputError, StorageError
+from checkrun_format.stores.failures import scrubbed
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
 
 if TYPE_CHECKING:
@@ -181,9 +182,7 @@ class FilesystemStore(Store):
         except PermissionError as error:
             raise AccessDeniedError(errno.EACCES, f"{place}: access denied") from error
         except Exception as error:  # noqa: BLE001 - whatever a client raises, it is a failure of the store
-            said = f"{type(error).__name__}: {error}"
-            for secret in _texts(self._options):
-                said = said.replace(secret, "***")
+            said = scrubbed(f"{type(error).__name__}: {error}", _texts(self._options))
             number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             raise StorageError(number, f"{place}: the store failed ({said})") from None
 

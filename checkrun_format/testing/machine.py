@@ -159,7 +159,7 @@ class ChainMachine(Saves):
         gone = self.note_pruned(plan)
         assert not done or gone == plan.goes
         for number in gone if done else ():
-            assert not self.store.store.list(layout.attempt_prefix(number, self.commit_of(number).attempt))
+            assert not self.store.store.list(self.commit_of(number).prefix)
 
     @precondition(lambda self: len(self.committed) > 1)
     @rule(

@@ -39,7 +39,8 @@ def test_load(run: crf.Run) -> None:
 
 def test_read_and_take(run: crf.Run) -> None:
     view, rng = run.latest().table("dense"), np.random.default_rng(4)
-    for options in ({}, {"columns": slice(1, 3), "rows": slice(3, 400)}):
+    some: list[dict[str, Any]] = [{}, {"columns": slice(1, 3), "rows": slice(3, 400)}]
+    for options in some:
         wanted, found = view.read(**options), view.read(**options, device="cuda:0")
         assert {n: bits_of(v) for n, v in found.items()} == {n: bits_of(v) for n, v in wanted.items()}
     ids = rng.integers(0, ROWS, 90)

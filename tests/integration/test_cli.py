@@ -595,6 +595,14 @@ class TestChanges:
     def test_nothing_changed(self, whole: Path) -> None:
         assert checkrun("changes", whole, 4, 4).rows == [["table", "changed", "deleted", "table rows"]]
 
+    def test_between_tags(self, copy: Path) -> None:
+        checkrun("tag", copy, "first", 1)
+        checkrun("tag", copy, "fourth", 4)
+        wanted = checkrun("changes", copy, 1, 4, "--json").document
+        assert checkrun("changes", copy, "first", "fourth", "--json").document == wanted
+        assert "no tag 'fifth'" in checkrun("changes", copy, "first", "fifth", code=3).errors[0]
+        assert "up to 4" in checkrun("changes", copy, 0, 4, code=2).errors[0]
+
     def test_what_cannot_be_told(self, copy: Path) -> None:
         assert "give the number of a checkpoint up to 1" in checkrun("changes", copy, 4, 1, code=2).errors[0]
         assert "no checkpoint 99" in checkrun("changes", copy, 1, 99, code=3).errors[0]
@@ -665,6 +673,16 @@ class TestVerify:
         ]
         assert (made["safe"], len(made["affected"])) == ([1, 7, 8], 5)
         assert made["affected"][1] == {"sequence": 3, "broken_at": 2}
+
+    def test_a_commit_that_is_gone(self, copy: Path) -> None:
+        """Nothing lies over it, but the next one names it, and a prune would have left a marker (PRU-1)."""
+        shutil.rmtree(copy / "00000004")
+        assert checkrun("verify", copy, "--fast", code=1).stdout.splitlines() == [
+            "00000004/zarr.json: damaged: the commit is missing: checkpoint 5 follows it",
+            "7 numbers checked: 1 damaged.",
+            "Affected: 4.",
+            "Safe: 1-3, 5-8.",
+        ]
 
     def test_litter_alone_is_fine(self, copy: Path) -> None:
         (copy / "00000003" / "left-over").write_text("litter")

@@ -11,7 +11,6 @@ import select
 import shutil
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 
 import checkrun_format as crf
 from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore, Store
+from tests.forks import ended, fork
 
 ROWS, KEYS, COLUMNS = 40, 24, 4
 ROUNDS = 50
@@ -232,28 +232,8 @@ def check_run(folder: Path, above: int = 0) -> int:
         assert checkpoint.step is not None
         assert_same(checkpoint.load(), state(checkpoint.step))
     newest = run.latest(None)
-    assert [checkpoint.step for checkpoint in run.log()] == list(range(0 if newest is None else newest.step + 1))
+    assert [checkpoint.step for checkpoint in run.log()] == list(range(0 if newest is None else (newest.step or 0) + 1))
     return 0 if newest is None else int(newest.sequence)
-
-
-def fork(work: Callable[[], object]) -> int:
-    """The process id of a child that works and exits: 0 when it is done, 1 when it failed (told on stderr)."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        code = 0
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may run in the child
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def ended(child: int) -> int:
-    """How a child ended: its exit code, or minus the signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def train(folder: Path, told: int, *, durable: bool) -> NoReturn:
@@ -485,7 +465,7 @@ def check_changes(store: MemoryStore) -> None:
     """
     run = crf.open_run(store)
     latest = run.latest()
-    expected = state(latest.step).tables
+    expected = state(latest.step or 0).tables
     table, keys = dict(enumerate(state(1).tables["rows"]["weight"])), dict.fromkeys(keys_at(1).tolist())
     for batch in latest.changes_since(2):
         known: dict[int, Any] = table if batch.table == "rows" else keys
@@ -496,7 +476,7 @@ def check_changes(store: MemoryStore) -> None:
             known.pop(key, None)
         known.update(zip(batch.rows.tolist(), batch.fields["weight"], strict=True))
         if batch.table == "rows" and all(checkpoint.parent for checkpoint in run.log() if checkpoint.sequence > 2):
-            steps = range(2, latest.step + 1)
+            steps = range(2, (latest.step or 0) + 1)
             assert as_set(batch.rows) == {row for step in steps for row in changed_at(step).tolist()}
     assert bits([table[row] for row in range(ROWS)]) == bits(expected["rows"]["weight"])
     assert sorted(keys) == np.asarray(expected["keys"].keys).tolist()
@@ -597,7 +577,7 @@ def test_a_copy_is_killed_at_a_random_time(before: Path, tmp_path: Path, copy: s
         assert {problem.place for problem in problems} == litter_in(folder, [1, 2, 3])
         assert {problem.kind for problem in problems} <= {"litter"}
         restored = run.restore()
-        assert_same(restored, state(run.latest().step))
+        assert_same(restored, state(run.latest().step or 0))
         act(run)
         assert_same(run.latest().load(), state(step))
         assert run.latest().sequence == 3 + committed

@@ -249,7 +249,7 @@ def test_a_prune_at_every_call_of_a_copy(objects: dict[str, bytes], copy: str) -
             assert check_all(inner)[-1] == 9
             assert crf.open_run(inner).latest().step == step
         run = restored(inner)
-        save_next(run, run.latest().step + 1)
+        save_next(run, (run.latest().step or 0) + 1)
         assert check_all(inner)[-1] == run.latest().sequence == 10 - bool(errors)
     assert (refused > 5) == (copy == "rollback to what goes")
 

@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import shutil
-import traceback
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ import pytest
 import checkrun_format as crf
 from checkrun_format import commit, layout
 from checkrun_format.stores import AlreadyExistsError, Buffer, LocalStore, Store
+from tests.forks import ended, fork
 
 RACERS = 16
 ROWS = 12
@@ -79,25 +78,6 @@ def objects_in(folder: Path) -> dict[str, bytes]:
 
 def numbers(run: crf.Run) -> list[int]:
     return [checkpoint.sequence for checkpoint in run.log()]
-
-
-def fork(work: Callable[[], int]) -> int:
-    """The process id of a child that works and exits with what the work returned; with 99 if it raised."""
-    child = os.fork()
-    if child:
-        return child
-    code = 99
-    try:
-        warnings.simplefilter("error")
-        code = work()
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may run in the child
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def ended(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class InterceptedStore(LocalStore):

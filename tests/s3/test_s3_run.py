@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from checkrun_format.stores import LocalStore, S3Store
 from checkrun_format.testing import Fault, FaultStore, servers
 from checkrun_format.testing.machine import ChainMachine, machine_settings
 from tests.conftest import Place
+from tests.forks import ended, fork
 from tests.integration.test_cli import Trainer, checkrun
 from tests.integration.test_kill import assert_same, state
 
@@ -98,7 +98,7 @@ def test_zarr_python_reads_a_checkpoint(s3: Place) -> None:
     run = s3.open()
     weight = np.random.default_rng(1).random((100, 4), np.float32)
     run.save(crf.State(tables={"t": crf.Table({"weight": weight})}), step=1)
-    group = run.latest().zarr()
+    group: Any = run.latest().zarr()
     try:
         assert np.array_equal(group["block-0-0/weight.values"][:], weight)
         with pytest.raises(ValueError, match="read-only"):
@@ -272,24 +272,6 @@ def test_ranks_in_processes_of_their_own(s3: Place) -> None:
     assert found.tables["user"]["weight"][:, 3].tolist() == list(range(20))
 
 
-def children(count: int, work: Callable[[int], int]) -> Iterator[int]:
-    """Exit codes of forked children."""
-    pids = []
-    for number in range(count):
-        pid = os.fork()
-        if pid == 0:
-            code = 99
-            try:
-                code = work(number)
-            except BaseException:  # noqa: BLE001 - nothing of the parent's may run in the child
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    for pid in pids:
-        yield os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def small(tag: int) -> crf.State:
     return crf.State(tensors={"tag": np.full(3, tag)}, extra=tag)
 
@@ -317,7 +299,8 @@ def test_eight_processes_commit_at_once(s3: Place) -> None:
             barrier.wait(60)
         return wins
 
-    wins = list(children(8, work))
+    children = [fork(partial(work, number)) for number in range(8)]
+    wins = [ended(child) for child in children]
     assert sum(wins) == ROUNDS and all(0 <= count <= ROUNDS for count in wins)
     run = s3.open("r")
     assert [c.sequence for c in run.log()] == list(range(1, ROUNDS + 2))
@@ -435,7 +418,8 @@ def test_forked_readers(s3: Place) -> None:
         assert_same(reader.load(), state(0))
         return 7
 
-    assert list(children(4, work)) == [7] * 4
+    children = [fork(partial(work, number)) for number in range(4)]
+    assert [ended(child) for child in children] == [7] * 4
     assert_same(reader.load(), state(0))
 
 

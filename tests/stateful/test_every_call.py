@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from checkrun_format.stores import LocalStore
 from checkrun_format.testing import Fault, FaultStore, MemoryStore
 from checkrun_format.testing.model import Rows, loaded
 from checkrun_format.testing.tables import same_bits, same_fields
+from tests.forks import ended, fork
 
 ACTIONS = ["save", "compact"]
 LOST = ([5, 39], [7], 0)
@@ -303,7 +302,7 @@ def test_the_process_is_stopped(tmp_path: Path, action: str) -> None:
             story.store.arm(Fault(at=k, how="stop"))
             story.act(action)
 
-        exits.append(exit_code(work))
+        exits.append(ended(fork(work)))
         committed.append(story.is_committed(4))
         if committed[-1]:
             if action == "save":  # what the child did to its own copy of the tables
@@ -335,7 +334,7 @@ def test_the_process_is_stopped_in_a_prune(tmp_path: Path) -> None:
             story.store.arm(Fault(at=k, how="stop"))
             assert prune(story) == "pruned"
 
-        exits.append(exit_code(work))
+        exits.append(ended(fork(work)))
         pruned.append(story.forget())
         story.check()
         story.run = story.open()
@@ -357,16 +356,3 @@ def calls_of(action: str) -> int:
     story.store.arm(None)
     story.act(action)
     return story.store.calls
-
-
-def exit_code(work: Callable[[], None]) -> int:
-    """How a child ends that does this work."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

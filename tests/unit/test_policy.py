@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 import checkrun_format as crf
 from checkrun_format import ALL, Checkpoint, Failures, Run, State, Table
+from checkrun_format.choosing import earlier
 from checkrun_format.cli import main
 from checkrun_format.errors import ConcurrentCommitError, InvalidInputError, StorageError
 from checkrun_format.policy import (
@@ -29,7 +30,6 @@ from checkrun_format.policy import (
     one_shot,
 )
 from checkrun_format.rows import RowSet
-from checkrun_format.saving import _earlier
 from checkrun_format.stores import LocalStore
 
 Array = npt.NDArray[Any]
@@ -456,7 +456,7 @@ class TestWhatCounts:
         commit = run.save(table(np.ones((4, 2)), [1])).commit
         assert (commit.policy.increments, commit.policy.increments_bytes) == (0, 0)
         lowest = msgspec.structs.replace(commit, sequence=9, policy=msgspec.structs.replace(commit.policy, **told))
-        assert _earlier(run[1].commit, [lowest]) == sizes
+        assert earlier(run[1].commit, [lowest]) == sizes
 
     def test_compaction_begins_anew(self, tmp_path: Path) -> None:
         def compacted(run: Run, _: Any) -> Run:

@@ -1534,7 +1534,8 @@ class TestWhatChanged:
         story = TestParents.story(tmp_path)
         latest = story.run.latest()
         wanted = [list(range(number + 1, 5))] if number < 4 else []
-        for since in (number, np.int32(number), story.run[number]):
+        forms: list[Any] = [number, np.int32(number), story.run[number]]
+        for since in forms:
             assert [batch.rows.tolist() for batch in latest.changes_since(since)] == wanted
 
     @pytest.mark.parametrize(

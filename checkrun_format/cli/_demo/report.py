@@ -86,7 +86,7 @@ def collect(folder: Folder, corpus: Corpus) -> Report:
         loss_restored=restored.loss(),
         error=float(np.concatenate([relative_errors(stored[name], truth[name]) for name in sorted(weights)]).mean()),
         altered=tuple(name for name in truth if name not in weights and not identical(stored[name], truth[name])),
-        attempt=layout.attempt_prefix(latest.sequence, latest.commit.attempt),
+        attempt=latest.commit.prefix,
     )
 
 
