@@ -104,6 +104,10 @@ class RowSet:
         """An independent copy."""
         return RowSet(self._mask.copy())
 
+    def add_to(self, mask: Mask) -> None:
+        """Set the rows in a mask, those that it is long enough for."""
+        mask[: self._mask.size] |= self._mask[: mask.size]
+
     def ids(self, rows: int | None = None) -> Ids:
         """The rows in ascending order, those below `rows` if given."""
         return np.flatnonzero(self._mask[:rows])
