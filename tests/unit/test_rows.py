@@ -143,6 +143,14 @@ def test_rows_below() -> None:
     assert [RowSet.of(ids(1, 4, 7)).ids(rows).tolist() for rows in (0, 4, 5, 99)] == [[], [1], [1, 4], [1, 4, 7]]
 
 
+@pytest.mark.parametrize("rows", [0, 4, 5, 8, 10])
+def test_added_to_a_mask_of_any_length(rows: int) -> None:
+    mask = np.zeros(rows, np.bool_)
+    mask[:3] = True
+    RowSet.of(ids(1, 4, 7)).add_to(mask)
+    assert np.flatnonzero(mask).tolist() == [row for row in (0, 1, 2, 4, 7) if row < rows]
+
+
 def test_keys_are_any_int64() -> None:
     keys = KeySet.of(ids(HIGH, LOW, -1))
     assert keys.ids().tolist() == [LOW, -1, HIGH]
