@@ -76,13 +76,6 @@ class RowSet:
     def __init__(self, mask: Mask | None = None) -> None:
         self._mask = np.zeros(0, np.bool_) if mask is None else mask
 
-    @classmethod
-    def of(cls, ids: Ids) -> RowSet:
-        """The set of the given rows."""
-        rows = cls()
-        rows.add(ids)
-        return rows
-
     def add(self, ids: Ids) -> None:
         """Add rows."""
         if ids.size:
@@ -128,11 +121,6 @@ class KeySet:
 
     def __init__(self, keys: Ids | None = None) -> None:
         self._keys = np.zeros(0, np.int64) if keys is None else keys
-
-    @classmethod
-    def of(cls, ids: Ids) -> KeySet:
-        """The set of the given keys."""
-        return cls(np.unique(ids))
 
     def add(self, ids: Ids) -> None:
         """Add keys."""
