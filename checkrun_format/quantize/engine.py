@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import TypeVar
 
@@ -88,16 +88,28 @@ def each(task: Callable[[P], T], pieces: Sequence[P]) -> list[T]:
     """`task` of each piece, on several threads; the results in order."""
     if len(pieces) <= 1 or threads() == 1:
         return [task(piece) for piece in pieces]
-    pool, futures = _executor(), []
+    futures: list[Future[T]] = []
+    try:
+        _submit(task, pieces, futures)
+        rest = [task(piece) for piece in pieces[len(futures) :]]
+        wait(futures)
+    except BaseException:  # an interrupt, too: nobody writes into the caller's memory after this returns
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise
+    return [*(future.result() for future in futures), *rest]
+
+
+def _submit(task: Callable[[P], T], pieces: Sequence[P], futures: list[Future[T]]) -> None:
+    """Have threads do the first pieces: all of them, unless there are no more threads."""
+    pool = _executor()
     try:
         for piece in pieces:
             futures.append(pool.submit(task, piece))  # noqa: PERF401 - those before an error are needed
-    except RuntimeError:  # no more threads: their number is limited, `set_threads` was called, the interpreter ends
+    except RuntimeError:  # their number is limited, `set_threads` was called, the interpreter ends
         pool.shutdown()  # waits for the piece, too, that it took although it raised
         _forget_pool(pool)
-    rest = [task(piece) for piece in pieces[len(futures) :]]
-    wait(futures)  # nobody writes into the caller's memory after this returns
-    return [*(future.result() for future in futures), *rest]
 
 
 def scratch(elements: int) -> npt.NDArray[np.float32]:

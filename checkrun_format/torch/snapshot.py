@@ -118,8 +118,8 @@ def _copied(memory: StagingMemory, tensor: Tensor) -> Tensor:
 
 def _as_items(values: Tensor) -> npt.NDArray[np.void]:
     """The rows of a contiguous tensor as items of one array, so that each is copied as a whole."""
-    bytes_ = np.from_dlpack(values.reshape(len(values), -1).view(torch.uint8))  # `numpy()` would forbid to resize them
-    return bytes_.view(f"V{bytes_.shape[1]}").reshape(-1)
+    bytes_ = np.from_dlpack(values.reshape(-1).view(torch.uint8))  # `numpy()` would forbid to resize them
+    return bytes_.view(f"V{_row_bytes(values)}")
 
 
 def _batches(gathers: Iterable[Gather]) -> Iterator[list[Gather]]:
