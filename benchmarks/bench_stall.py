@@ -99,23 +99,18 @@ def stall_of_ours(checkpointer: Checkpointer, trainer: Trainer, kind: str, size:
     """What one save costs."""
     checkpointer.mark("weight", trainer.change(CHANGED))
     trainer.optimizer.step()
+    level = measure.resident_mib()  # looks at every page: not between `warm_memory` and what is timed
     measure.warm_memory(size * 2 / 2**30)
-    saved: list[crf.Checkpoint] = []
-    unused: list[float] = []
-    begin, stall = time.perf_counter(), 0.0
-
-    def save() -> None:
-        nonlocal stall
-        pending = checkpointer.save_async()
-        stall = time.perf_counter() - begin
-        assert pending is not None
-        unused.append(measure.memory_kib("LazyFree", "smaps_rollup") / 1024)  # of an earlier, larger save
-        saved.append(pending.result())
-
+    measure.reset_peak()
     begin = time.perf_counter()
-    peak = measure.cost_of(save).peak_mib - unused[0]
-    assert (saved[0].parent is None) == (kind == "base")
-    staged = saved[0].table("weight").stored_rows * (COLUMNS + 1) * 4 / 2**20
+    pending = checkpointer.save_async()
+    stall = time.perf_counter() - begin
+    assert pending is not None
+    unused = measure.memory_kib("LazyFree", "smaps_rollup") / 1024  # of an earlier, larger save
+    saved = pending.result()
+    peak = max(0.0, measure.memory_kib("VmHWM") / 1024 - level - unused)
+    assert (saved.parent is None) == (kind == "base")
+    staged = saved.table("weight").stored_rows * (COLUMNS + 1) * 4 / 2**20
     return {"seconds": stall, "peak_mib": peak, "staged_mib": staged}
 
 

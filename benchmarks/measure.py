@@ -40,11 +40,11 @@ def warm_memory(gib: float = 2.5) -> None:
 
 def cost_of(call: Callable[[], object]) -> Cost:
     """Call once and measure."""
-    _reset_peak()
-    before, cpu, start = memory_kib("VmRSS") - memory_kib("LazyFree", "smaps_rollup"), _cpu(), time.perf_counter()
+    reset_peak()
+    before, cpu, start = resident_mib(), _cpu(), time.perf_counter()
     call()
     seconds = time.perf_counter() - start
-    return Cost(seconds, _cpu() - cpu, max(0.0, (memory_kib("VmHWM") - before) / 1024))
+    return Cost(seconds, _cpu() - cpu, max(0.0, memory_kib("VmHWM") / 1024 - before))
 
 
 def _cpu() -> float:
@@ -60,7 +60,13 @@ def memory_kib(what: str, file: str = "status") -> int:
     raise LookupError(what)
 
 
-def _reset_peak() -> None:
+def resident_mib() -> float:
+    """Resident memory, without what the system may take at any time."""
+    return (memory_kib("VmRSS") - memory_kib("LazyFree", "smaps_rollup")) / 1024
+
+
+def reset_peak() -> None:
+    """Let the highest resident memory (VmHWM) begin anew."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

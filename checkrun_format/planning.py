@@ -75,27 +75,25 @@ def _all_recent(source: TableSource, below: Below | None) -> bool:
 def _plan_dense(source: TableSource, below: Below | None) -> TablePlan:
     recent: bool | Mask = True
     if below is not None and not _all_recent(source, below):
-        recent = _changed_mask(source, below)
+        recent = _changed_mask(source.rows, below.origin, below.pending)
     if below is None or _must_be_full(source, below):
         return _full(source, None, recent=recent, deleted=_NOTHING)
     assert below.parent is not None
-    stored = RowSet.of(np.arange(below.parent.rows or 0, source.rows))
-    for touched in (below.since_parent, below.pending):
-        assert isinstance(touched.rows, RowSet)
-        stored.update(touched.rows)
-    ids = stored.ids(source.rows)
+    stored = _changed_mask(source.rows, below.parent, below.since_parent, below.pending)
+    ids = np.flatnonzero(stored)
     if ids.size == source.rows and source.rows:
         return _full(source, None, recent=recent, deleted=_NOTHING)
     return _changed(ids, ids, recent=recent if isinstance(recent, bool) else recent[ids], deleted=_NOTHING)
 
 
-def _changed_mask(source: TableSource, below: Below) -> Mask:
-    """The rows of a dense table that changed since the origin."""
-    assert below.origin is not None
-    assert isinstance(below.pending.rows, RowSet)
-    mask = np.zeros(source.rows, np.bool_)
-    mask[below.pending.rows.ids(source.rows)] = True
-    mask[below.origin.rows or 0 :] = True
+def _changed_mask(rows: int, before: TableEntry | None, *touched: Touched) -> Mask:
+    """The rows of a dense table that were touched, or were not there before."""
+    assert before is not None
+    mask = np.zeros(rows, np.bool_)
+    for some in touched:
+        assert isinstance(some.rows, RowSet)
+        some.rows.add_to(mask)
+    mask[before.rows or 0 :] = True
     return mask
 
 

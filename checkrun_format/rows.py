@@ -81,13 +81,6 @@ class RowSet:
     def __init__(self, mask: Mask | None = None) -> None:
         self._mask = np.zeros(0, np.bool_) if mask is None else mask
 
-    @classmethod
-    def of(cls, ids: Ids) -> RowSet:
-        """The set of the given rows."""
-        rows = cls()
-        rows.add(ids)
-        return rows
-
     def add(self, ids: Ids) -> None:
         """Add rows."""
         if ids.size:
@@ -109,6 +102,10 @@ class RowSet:
         """An independent copy."""
         return RowSet(self._mask.copy())
 
+    def add_to(self, mask: Mask) -> None:
+        """Set the rows in a mask, those that it is long enough for."""
+        mask[: self._mask.size] |= self._mask[: mask.size]
+
     def ids(self, rows: int | None = None) -> Ids:
         """The rows in ascending order, those below `rows` if given."""
         return np.flatnonzero(self._mask[:rows])
@@ -129,11 +126,6 @@ class KeySet:
 
     def __init__(self, keys: Ids | None = None) -> None:
         self._keys = np.zeros(0, np.int64) if keys is None else keys
-
-    @classmethod
-    def of(cls, ids: Ids) -> KeySet:
-        """The set of the given keys."""
-        return cls(np.unique(ids))
 
     def add(self, ids: Ids) -> None:
         """Add keys."""

@@ -6,8 +6,8 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from checkrun_format.errors import InvalidInputError
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 KERNELS = "checkrun_format.quantize.kernels"
@@ -80,19 +81,35 @@ def _load() -> ModuleType | None:
 def spread(task: Callable[[slice], T], rows: int, columns: int) -> list[T]:
     """`task` of slices that cut `rows` rows of `columns` elements, on several threads; the results in order."""
     step = max(1, _TASK_ELEMENTS // (columns + 16))
-    slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    if len(slices) <= 1 or threads() == 1:
-        return [task(piece) for piece in slices]
-    pool, futures = _executor(), []
+    return each(task, [slice(start, min(start + step, rows)) for start in range(0, rows, step)])
+
+
+def each(task: Callable[[P], T], pieces: Sequence[P]) -> list[T]:
+    """`task` of each piece, on several threads; the results in order."""
+    if len(pieces) <= 1 or threads() == 1:
+        return [task(piece) for piece in pieces]
+    futures: list[Future[T]] = []
     try:
-        for piece in slices:
+        _submit(task, pieces, futures)
+        rest = [task(piece) for piece in pieces[len(futures) :]]
+        wait(futures)
+    except BaseException:  # an interrupt, too: nobody writes into the caller's memory after this returns
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise
+    return [*(future.result() for future in futures), *rest]
+
+
+def _submit(task: Callable[[P], T], pieces: Sequence[P], futures: list[Future[T]]) -> None:
+    """Have threads do the first pieces: all of them, unless there are no more threads."""
+    pool = _executor()
+    try:
+        for piece in pieces:
             futures.append(pool.submit(task, piece))  # noqa: PERF401 - those before an error are needed
-    except RuntimeError:  # no more threads: their number is limited, `set_threads` was called, the interpreter ends
+    except RuntimeError:  # their number is limited, `set_threads` was called, the interpreter ends
         pool.shutdown()  # waits for the piece, too, that it took although it raised
         _forget_pool(pool)
-    rest = [task(piece) for piece in slices[len(futures) :]]
-    wait(futures)  # nobody writes into the caller's memory after this returns
-    return [*(future.result() for future in futures), *rest]
 
 
 def scratch(elements: int) -> npt.NDArray[np.float32]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import torch
 from checkrun_format.arranging import Stored
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.quantize import Quantized, encode
-from checkrun_format.quantize.engine import spread
+from checkrun_format.quantize.engine import each
 from checkrun_format.quantize.record import join
 from checkrun_format.rows import Ids, Selection, as_slice, length
 from checkrun_format.torch.memory import StagingMemory, room_for
@@ -22,6 +23,10 @@ Tensor = torch.Tensor
 
 _SMALL_BYTES = 4 << 20
 _PIECE_BYTES = 64 << 20
+_BATCH_BYTES = 2 << 20
+
+Gather: TypeAlias = tuple[npt.NDArray[np.void], Ids, npt.NDArray[np.void]]
+"""Items, which of them, and where they go."""
 
 
 class Copier:
@@ -56,19 +61,23 @@ class Copier:
         ]
         size = sum(room_for(what.count * _row_bytes(values)) for what, _, values in parts)
         self._of_tables.begin(size, _device(values for _, _, values in parts))
+        later: list[Gather] = []
         with torch.no_grad(), _finished():
-            return {
-                name: {plan.name: self._taken(what, plan, given[name][plan.name]) for plan in what.fields}
+            taken = {
+                name: {plan.name: self._taken(what, plan, given[name][plan.name], later) for plan in what.fields}
                 for name, what in stored.items()
             }
+            each(_gather, list(_batches(later)))
+        return taken
 
     def _encodes(self, plan: FieldPlan, values: Tensor) -> bool:
         """Whether rows are quantized where they are: elsewhere they may get other codes."""
         return plan.bits is not None and self._encode_on(values.device)
 
-    def _taken(self, what: Stored, plan: FieldPlan, values: Tensor) -> Tensor | Quantized:
+    def _taken(self, what: Stored, plan: FieldPlan, values: Tensor, later: list[Gather]) -> Tensor | Quantized:
+        """The rows of a field; those that the CPU gathers are there once all of `later` is done."""
         if not self._encodes(plan, values):
-            return self._gathered(values, what.rows)
+            return self._gathered(values, what.rows, later)
         if what.count * sum(f.row_bytes for f in what.fields) <= _SMALL_BYTES:  # they share a block with other tables'
             return _selected(values, what.rows).clone()
         pieces: list[Quantized] = []
@@ -80,14 +89,14 @@ class Copier:
             qparams = pieces[0].qparams.dtype.name
         return join(pieces)
 
-    def _gathered(self, values: Tensor, rows: Selection) -> Tensor:
+    def _gathered(self, values: Tensor, rows: Selection, later: list[Gather]) -> Tensor:
         chosen = as_slice(rows)
         count, out_of = length(chosen), self._of_tables.tensor
         if isinstance(chosen, slice):
             return _copied(self._of_tables, values[chosen])
         out, ids = out_of((count, *values.shape[1:]), values.dtype), np.ascontiguousarray(chosen)
         if values.device.type == "cpu" and values.is_contiguous() and values.numel():
-            _take(_as_items(values), ids, _as_items(out))
+            later.append((_as_items(values), ids, _as_items(out)))
             return out
         return out.copy_(_selected(values, ids), non_blocking=True)
 
@@ -109,19 +118,34 @@ def _copied(memory: StagingMemory, tensor: Tensor) -> Tensor:
 
 def _as_items(values: Tensor) -> npt.NDArray[np.void]:
     """The rows of a contiguous tensor as items of one array, so that each is copied as a whole."""
-    bytes_ = np.from_dlpack(values.reshape(len(values), -1).view(torch.uint8))  # `numpy()` would forbid to resize them
-    return bytes_.view(f"V{bytes_.shape[1]}").reshape(-1)
+    bytes_ = np.from_dlpack(values.reshape(-1).view(torch.uint8))  # `numpy()` would forbid to resize them
+    return bytes_.view(f"V{_row_bytes(values)}")
 
 
-def _take(items: npt.NDArray[np.void], ids: Ids, out: npt.NDArray[np.void]) -> None:
-    """Gather, on several threads: with torch's own it takes twice as long where cores are busy."""
-    spread(
-        lambda some: np.take(items, ids[some], out=out[some], mode="clip"), len(ids), max(1, items.dtype.itemsize // 4)
-    )
+def _batches(gathers: Iterable[Gather]) -> Iterator[list[Gather]]:
+    """The same in lists of some megabytes: large ones are cut, small ones go together."""
+    batch: list[Gather] = []
+    size = 0
+    for items, ids, out in gathers:
+        step = max(1, _BATCH_BYTES // items.itemsize)
+        for low in range(0, len(ids), step):
+            batch.append((items, ids[low : low + step], out[low : low + step]))
+            size += batch[-1][2].nbytes
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _gather(batch: list[Gather]) -> None:
+    """By numpy: where cores are busy, torch takes twice as long on its own threads."""
+    for items, ids, out in batch:
+        np.take(items, ids, out=out, mode="clip")
 
 
 def _row_bytes(values: Tensor) -> int:
-    return values[:1].numel() * values.element_size() if len(values) else 0
+    return math.prod(values.shape[1:]) * values.element_size()
 
 
 def _device(tensors: Any) -> torch.device:

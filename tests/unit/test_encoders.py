@@ -414,6 +414,32 @@ class TestEngine:
         finally:
             crf.set_threads(None)
 
+    def test_an_interrupt_leaves_no_thread_at_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever is interrupted may use the memory again that the pieces are written into."""
+        begun: list[int] = []
+        done: list[int] = []
+
+        def task(piece: int) -> None:
+            begun.append(piece)
+            time.sleep(0.005)
+            done.append(piece)
+
+        def interrupted(_: Any) -> None:
+            patch.undo()
+            raise KeyboardInterrupt
+
+        crf.set_threads(2)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "wait", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.each(task, range(1000))
+            assert sorted(begun) == sorted(done) and len(done) < 1000
+            assert engine.each(int, ["1", "2"]) == [1, 2]
+        finally:
+            crf.set_threads(None)
+        assert sorted(begun) == sorted(done) and len(done) < 1000
+
     def test_threads_that_are_taken_away_meanwhile(self) -> None:
         values = rows("normal", 60_000, 64)
         whole, results = encode(values, 8), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ LOW, HIGH = -(2**63), 2**63 - 1
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", ">i4", ">u8", "longlong"]
 
 
+_S = TypeVar("_S", bound=RowSet | KeySet)
+
+
 def ids(*values: int) -> Ids:
     return np.array(values, np.int64)
 
@@ -43,6 +46,12 @@ def listed(selection: Selection) -> list[int]:
 def some_ids(random: np.random.Generator, most: int) -> Ids:
     """Ascending, each once, from a small range, so that sets meet."""
     return np.flatnonzero(random.random(most) < random.random()).astype(np.int64)
+
+
+def holding(rows: _S, some: Ids) -> _S:
+    """A set, with these added."""
+    rows.add(some)
+    return rows
 
 
 class TestIds:
@@ -129,22 +138,35 @@ class TestSets:
 
     def test_union(self, kind: type[RowSet | KeySet]) -> None:
         for one, other in ((ids(1, 9), ids(3)), (ids(3), ids(1, 9)), (ids(), ids(1)), (ids(1), ids())):
-            rows: Any = kind.of(one)
-            rows.update(kind.of(other))
+            rows: Any = holding(kind(), one)
+            rows.update(holding(kind(), other))
             assert rows.ids().tolist() == sorted({*one.tolist(), *other.tolist()})
 
     def test_twice_is_once(self, kind: type[RowSet | KeySet]) -> None:
-        rows = kind.of(ids(5, 2, 5))
+        rows = holding(kind(), ids(5, 2, 5))
         rows.add(ids(2))
         assert rows.ids().tolist() == [2, 5] and len(rows) == 2
 
 
 def test_rows_below() -> None:
-    assert [RowSet.of(ids(1, 4, 7)).ids(rows).tolist() for rows in (0, 4, 5, 99)] == [[], [1], [1, 4], [1, 4, 7]]
+    assert [holding(RowSet(), ids(1, 4, 7)).ids(rows).tolist() for rows in (0, 4, 5, 99)] == [
+        [],
+        [1],
+        [1, 4],
+        [1, 4, 7],
+    ]
+
+
+@pytest.mark.parametrize("rows", [0, 4, 5, 8, 10])
+def test_added_to_a_mask_of_any_length(rows: int) -> None:
+    mask = np.zeros(rows, np.bool_)
+    mask[:3] = True
+    holding(RowSet(), ids(1, 4, 7)).add_to(mask)
+    assert np.flatnonzero(mask).tolist() == [row for row in (0, 1, 2, 4, 7) if row < rows]
 
 
 def test_keys_are_any_int64() -> None:
-    keys = KeySet.of(ids(HIGH, LOW, -1))
+    keys = holding(KeySet(), ids(HIGH, LOW, -1))
     assert keys.ids().tolist() == [LOW, -1, HIGH]
     assert keys.contains(ids(-1, 0, LOW, HIGH)).tolist() == [True, False, True, True]
 

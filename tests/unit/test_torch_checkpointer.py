@@ -817,6 +817,37 @@ class TestInTheBackground:
             assert plain(others[1].state_dict()) == moments
             setting.checkpointer.restore()
 
+    def test_tables_of_any_size_are_gathered(self, tmp_path: Path) -> None:
+        """Small ones together, large ones in pieces; each row is overwritten while nothing has been stored yet."""
+        torch.manual_seed(0)
+        kinds = [(torch.float32, 64), (torch.bfloat16, 3), (torch.float16, 1), (torch.float64, 5)]
+        sizes = [4, 1, 30_000, 700, 9, 20_000, 50, 1300, 12_000]
+        model = nn.ModuleList(
+            nn.Embedding(rows, kinds[n % 4][1], dtype=kinds[n % 4][0]) for n, rows in enumerate(sizes)
+        )
+        store = GatedStore(tmp_path)
+        run = crf.open_run(store, "a", policy="consecutive")
+        with Checkpointer(run, model, torch.optim.SGD(model.parameters(), lr=0.1)) as checkpointer:
+            first = checkpointer.save()
+            wanted, stored = {}, {}
+            for n, (rows, table) in enumerate(zip(sizes, model, strict=True)):
+                some = torch.nonzero(torch.rand(rows) < 0.6).squeeze(1)
+                table.weight.data[some] = torch.rand(len(some), table.embedding_dim).to(table.weight.dtype)
+                checkpointer.mark(f"{n}.weight", some)
+                wanted[f"{n}.weight"] = table.weight.detach().double().numpy().copy()
+                stored[f"{n}.weight"] = len(some)
+            store.gate.clear()
+            pending = checkpointer.save_async(1)
+            assert pending is not None and pending.staged.done()
+            for table in model:
+                table.weight.data.fill_(9)
+            store.gate.set()
+            made_of = pending.result(60)
+        assert made_of.parent == first.sequence
+        for name, values in wanted.items():
+            assert made_of.table(name).stored_rows == stored[name]
+            assert np.array_equal(made_of.table(name).read()["weight"].astype(np.float64), values)
+
     def test_the_next_save_waits(self, setting: Setting) -> None:
         setting.store.gate.clear()
         first = setting.begin(1)
