@@ -11,7 +11,8 @@ from typing import Self
 
 import torch
 
-from checkrun_format.torch.tracker import Taken, TouchedRows, Tracker, gradient_rows
+from checkrun_format.torch.gradients import gradient_rows
+from checkrun_format.torch.tracker import Taken, TouchedRows, Tracker
 
 Tensor = torch.Tensor
 Fields = Callable[[str], Mapping[str, Tensor]]

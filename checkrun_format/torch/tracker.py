@@ -1,7 +1,7 @@
 """Which rows changed since the last snapshot: one byte a row, set by hooks on the table's own device.
 
-Hooks on modules note the rows that a forward reads. After a step the rows that gradients reached are noted, too, where
-finding them is cheap: sparse gradients name them. Large dense ones are looked through now and then.
+Hooks on modules note the rows that a forward reads. After a step the rows that gradients reached are noted, too: sparse
+gradients name them, dense ones are looked through; large ones that lookups of the modules made only now and then.
 
 A row's byte is 0 as long as nothing touched it, else the number of the optimizer step that it waited for when it was
 last touched. So a snapshot can tell rows that were touched since the last step, whose change is yet to come: these stay
@@ -10,7 +10,6 @@ set. Numbers run from 2 to 255; then all that are set become 1, which is older t
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +19,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from checkrun_format.errors import InvalidInputError, TrackingWarning
+from checkrun_format.torch.gradients import LookedUp, gradient_rows, is_cheap, reached
 from checkrun_format.torch.lookups import FoundTable, Lookups, lookups_of
 from checkrun_format.torch.optimizers import why_all_rows
 
@@ -32,8 +33,6 @@ _OLDEST: Final = 1
 _LAST: Final = 255
 _AUDITED_STEPS: Final = 3
 _AUDIT_EVERY: Final = 1000
-_PIECE_BYTES: Final = 8 << 20
-_CHEAP_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,9 @@ class TouchedRows:
     always : str or None
         Why any row may change in each step.
     by_gradient : bool
-        Whether rows are taken from gradients, too, because lookups were found that no hook sees.
+        Whether rows are taken from all gradients, because lookups were found that no hook sees.
+    looked_up : LookedUp
+        The gradients that lookups made, which hooks saw.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TouchedRows:
         self.always: str | None = "tables= says that any row may change" if found.tracking == "all" else None
         self.whole = self.always
         self.by_gradient = False
+        self.looked_up = LookedUp(found.parameter)
         self.bitmap = torch.zeros(len(found.parameter), dtype=torch.uint8, device=found.parameter.device)
         self._states = states
         self._number = _OLDEST + 1
@@ -94,7 +96,7 @@ class TouchedRows:
         rows = rows.reshape(-1)
         if rows.device != self.bitmap.device:  # of a replica
             rows = rows.to(self.bitmap.device)
-        if type(rows) is torch.Tensor and rows.device.type == "cpu" and not torch.compiler.is_compiling():
+        if type(rows) is torch.Tensor and rows.device.type == "cpu" and not is_compiling():
             # It takes less than half of what torch takes. (`rows.numpy()` would have torch never resize them again.)
             self.bitmap.numpy()[np.from_dlpack(rows)] = self._number
             self._noted = None if rows.is_inference() else (rows, rows._version)  # noqa: SLF001 - the only way
@@ -136,10 +138,11 @@ class TouchedRows:
         if reason is not None:
             self.mark_all(reason)
         self._steps += 1
-        if self.by_gradient or _is_cheap(self.parameter.grad):
+        if self._is_looked_through():
             self._touch_reached()
         elif self._steps <= _AUDITED_STEPS or self._steps % _AUDIT_EVERY == 0:
             self._audit(gradient_rows(self.parameter))
+        self.looked_up.stepped()
         self._number += 1
         self._noted = None  # that was under the number before, which a snapshot forgets
         if self._number > _LAST:
@@ -148,18 +151,23 @@ class TouchedRows:
         self._current.fill_(self._number)
         self.see()
 
+    def _is_looked_through(self) -> bool:
+        """Whether rows are taken from the gradient that is there now."""
+        gradient = self.parameter.grad
+        return self.by_gradient or gradient is None or is_cheap(gradient) or not self.looked_up.made(gradient)
+
     def _touch_reached(self) -> None:
         """Note the rows that have a gradient, whatever hooks saw; on a device nothing has to wait for it."""
         gradient = self.parameter.grad
-        if gradient is None:
+        if gradient is None or self.whole is not None:  # then the next snapshot takes all
             return
         if gradient.layout == torch.sparse_coo:
-            reached = gradient._indices()[0]  # noqa: SLF001 - of an uncoalesced one, too
-            if not self._has_noted(reached):
-                self.touch(reached)
+            rows = gradient._indices()[0]  # noqa: SLF001 - of an uncoalesced one, too
+            if not self._has_noted(rows):
+                self.touch(rows)
         else:
             self._follow()
-            self.bitmap.masked_fill_(_reached(gradient), self._current)
+            self.bitmap.masked_fill_(reached(gradient), self._current)
 
     def _has_noted(self, reached: torch.Tensor) -> bool:
         """Whether these are the rows noted last, in the same memory: `nn.EmbeddingBag` makes its gradient of them."""
@@ -224,12 +232,12 @@ class TouchedRows:
         self.look()
         if self.parameter.device.type == "cpu" and self.parameter.untyped_storage().is_shared():
             self.mark_all("it is in memory that other processes share, which may train it as well")
-        reached = gradient_rows(self.parameter)
-        if self.by_gradient or _is_cheap(self.parameter.grad):
-            self.touch(reached)
+        waiting = gradient_rows(self.parameter)
+        if self._is_looked_through():
+            self.touch(waiting)
         else:
-            self._audit(reached)
-        return Taken(rows=_nonzero(self.bitmap), whole=self.whole, reached=reached)
+            self._audit(waiting)
+        return Taken(rows=_nonzero(self.bitmap), whole=self.whole, reached=waiting)
 
     def clear(self, taken: Taken) -> None:
         """Forget what a snapshot took, apart from rows whose change is yet to come."""
@@ -238,6 +246,7 @@ class TouchedRows:
             self.bitmap[taken.reached] = self.bitmap[taken.reached].clamp_(min=_OLDEST)
         self.whole = self.always
         self._steps = 0  # backward passes may come of graphs from before, whose rows are forgotten now
+        self.looked_up.forget()
 
     def put_back(self, taken: Taken) -> None:
         """Put back what a snapshot took that was not saved."""
@@ -252,6 +261,7 @@ class TouchedRows:
         self._follow()
         self.bitmap.zero_()
         self._noted = None
+        self.looked_up.forget(all_rows=True)
         self.bitmap[gradient_rows(self.parameter)] = _OLDEST
         self.whole = self.always
         self.see()
@@ -285,29 +295,6 @@ def _keep_from(bitmap: torch.Tensor, number: int) -> None:
         bitmap.mul_(bitmap >= number)
 
 
-def gradient_rows(parameter: nn.Parameter) -> torch.Tensor:
-    """Rows, ascending or not, of which any element of the gradient that is there now is not zero; int64."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros(0, dtype=torch.int64, device=parameter.device)
-    if gradient.layout == torch.sparse_coo:
-        return gradient._indices()[0]  # noqa: SLF001 - of an uncoalesced one, too
-    return torch.nonzero(_reached(gradient)).squeeze(1)
-
-
-def _reached(gradient: torch.Tensor) -> torch.Tensor:
-    """For each row of a dense gradient whether any element of it is not zero."""
-    flat = gradient.detach().reshape(len(gradient), math.prod(gradient.shape[1:]))
-    step = max(1, _PIECE_BYTES // (flat.shape[1] * flat.element_size() or 1))
-    pieces = [(flat[low : low + step] != 0).any(1) for low in range(0, len(flat), step)]
-    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.bool, device=flat.device)
-
-
-def _is_cheap(gradient: torch.Tensor | None) -> bool:
-    """Whether finding the rows that it reaches takes next to nothing of a step."""
-    return gradient is not None and (gradient.layout != torch.strided or gradient.nbytes <= _CHEAP_BYTES)
-
-
 class Hook:
     """A hook on a module: notes which rows a forward reads. In a copy of the module, or one from a file, it idles."""
 
@@ -325,10 +312,10 @@ class Hook:
 
     def after(
         self,
-        module: nn.Module,  # noqa: ARG002
+        module: nn.Module,
         arguments: tuple[Any, ...],
         named: dict[str, Any],
-        output: Any,  # noqa: ARG002 - as torch calls it
+        output: Any,
     ) -> None:
         """Note the rows; without gradients none of them changes, unless the forward renormalizes them."""
         lookups = self.lookups
@@ -341,6 +328,8 @@ class Hook:
             if table is not None and (table.parameter.requires_grad or lookups.renormalizes):
                 try:
                     table.touch(rows)
+                    if not (getattr(module, "sparse", False) or is_cheap(table.parameter) or is_compiling()):
+                        table.looked_up.expect(output)
                 except RuntimeError:  # within vmap, grad and the like nothing outside can be written
                     table.mark_all("it was looked up within a transform of torch.func")
                 if lookups.renormalizes:
@@ -373,6 +362,7 @@ class Tracker:
             weakref.WeakKeyDictionary()
         )
         self._hook_modules(found)
+        self._handles += [table.looked_up for table in self.tables.values()]
         weakref.finalize(self, _remove, self._handles)
         this = weakref.ref(self)  # hooks on all optimizers of the process must not keep a model alive
         self._handles += [

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from checkrun_format.errors import InvalidInputError, TrackingWarning
+from checkrun_format.torch import gradients
 from checkrun_format.torch import tracker as tracking
 from checkrun_format.torch.lookups import Tables, find_tables
 from checkrun_format.torch.tracker import Taken, Tracker
@@ -35,7 +36,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every table count as one whose dense gradients are too large to look through in each step."""
-    monkeypatch.setattr(tracking, "_CHEAP_BYTES", -1)
+    monkeypatch.setattr(gradients, "_CHEAP_BYTES", -1)
 
 
 def tracker_of(model: nn.Module, tables: Tables = None, optimizer: torch.optim.Optimizer | None = None) -> Tracker:
@@ -474,7 +475,10 @@ class TestPastTheHooks:
         tracker.close()
 
     @pytest.mark.parametrize("sparse", [False, True])
-    def test_a_functional_lookup_now_and_then(self, sparse: bool) -> None:
+    @pytest.mark.parametrize("size", ["small", "large"])
+    def test_a_functional_lookup_now_and_then(self, sparse: bool, size: str, request: pytest.FixtureRequest) -> None:
+        if size == "large":
+            request.getfixturevalue("large")
         model = embedding(sparse=sparse)
         tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
         for step in range(1, 20):
@@ -487,19 +491,88 @@ class TestPastTheHooks:
         assert taken(tracker) == [1, 2, 3]
 
     @pytest.mark.usefixtures("large")
-    def test_in_a_large_table_it_is_found_and_followed(self) -> None:
+    @pytest.mark.parametrize(
+        ("rows", "train"),
+        [
+            ([1], lambda m: m(ids(1)).sum().backward()),
+            ([1, 2], lambda m: (m(ids(1)).sum() + m(ids(2)).square().sum()).backward()),
+            ([1, 2], lambda m: (functional.embedding(ids(2), m.weight).sum() + m(ids(1)).sum()).backward()),
+            ([1, 2], lambda m: (m(ids(1)).sum() + functional.embedding(ids(2), m.weight).sum()).backward()),
+            (
+                [1, 2, 3],
+                lambda m: (
+                    m(ids(1)).sum() + m(ids(3)).mean() + functional.embedding(ids(2), m.weight).sum()
+                ).backward(),
+            ),
+            (range(ROWS), lambda m: (m(ids(1)).sum() + m.weight.square().sum()).backward()),
+            (range(ROWS), lambda m: (m(ids(1)).sum().backward(), m.weight.grad.add_(1e-3))),
+            ([1], lambda m: (m(ids(1)).sum().backward(), nn.utils.clip_grad_norm_(m.parameters(), 0.1))),
+            ([1, 2], lambda m: (m(ids(1)).sum().backward(), m(ids(2)).sum().backward())),
+            ([1, 2], lambda m: (m(ids(1)).sum().backward(), look_up(m, ids(2)))),
+            ([1, 2], lambda m: (look_up(m, ids(2)), m(ids(1)).sum().backward())),
+            (
+                [1, 2, 3],
+                lambda m: (
+                    m(ids(1)).sum().backward(),
+                    (m(ids(3)).sum() + functional.embedding(ids(2), m.weight).sum()).backward(),
+                ),
+            ),
+            ([1, 2], lambda m: (m(ids(1)).sum().backward(), m.zero_grad(), look_up(m, ids(2)))),
+        ],
+    )
+    def test_a_large_gradient_that_is_not_of_modules_alone(self, rows: Any, train: Callable[[Any], Any]) -> None:
+        """Long after a snapshot, and in a single step."""
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for step in range(20):
+            optimizer.zero_grad()
+            if step == 10:
+                train(model)
+            else:
+                model(ids(1)).sum().backward()
+            before = model.weight.detach().clone()
+            optimizer.step()
+            if step == 10:
+                assert set((model.weight != before).any(1).nonzero().flatten().tolist()) <= set(rows)
+        optimizer.zero_grad()
+        assert taken(tracker) == list(rows)
+
+    @pytest.mark.usefixtures("large")
+    @pytest.mark.parametrize("make", [embedding, lambda: nn.EmbeddingBag(ROWS, 4)])
+    def test_what_modules_alone_made_is_not_looked_through(
+        self, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = make()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            train(model, optimizer, ids(1)[None])
+        monkeypatch.setattr(tracking, "reached", None)
+        monkeypatch.setattr(tracking, "gradient_rows", None)
+        for row in (2, 3):
+            optimizer.zero_grad()
+            (model(ids(row)[None]).sum() + model(ids(row + 2)[None]).square().sum()).backward()
+            optimizer.step()
+        monkeypatch.undo()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2, 3, 4, 5]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_gradient_written_to_through_data(self) -> None:
+        """Autograd does not count that; it is found soon after a snapshot."""
         model = embedding()
         tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
         model(ids(1)).sum().backward()
-        look_up(model, ids(2, 3))
+        assert model.weight.grad is not None
+        model.weight.grad.data[2] = 1
         with pytest.warns(TrackingWarning, match="a gradient reached row 2 "):
             optimizer.step()
         optimizer.zero_grad()
         assert taken(tracker) == "gradients reached rows past the hooks"
-        look_up(model, ids(5))
+        model(ids(1)).sum().backward()
+        model.weight.grad.data[5] = 1
         optimizer.step()
         optimizer.zero_grad()
-        assert taken(tracker) == [5]
+        assert taken(tracker) == [1, 5]
 
     @pytest.mark.usefixtures("large")
     def test_it_is_found_at_a_snapshot_at_the_latest(self) -> None:
@@ -507,8 +580,10 @@ class TestPastTheHooks:
         tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
         for _ in range(10):
             train(model, optimizer, ids(1))
-        model.zero_grad()
-        look_up(model, ids(2))
+        optimizer.zero_grad()
+        model(ids(1)).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad.data[2] = 1
         optimizer.step()
         with pytest.warns(TrackingWarning, match="row 2 "):
             assert taken(tracker) == "gradients reached rows past the hooks"
@@ -549,10 +624,13 @@ class TestPastTheHooks:
         optimizer.step()
         optimizer.zero_grad()
         assert taken(tracker) == [0, 1, 2]
+        for _ in range(10):
+            train(model, optimizer, ids(3))
+        optimizer.zero_grad()
         losses[1].backward()
-        with pytest.warns(TrackingWarning, match="row 2 "):
-            optimizer.step()
-        assert taken(tracker) == "gradients reached rows past the hooks"
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [2, 3]
 
     def test_tied_weights_are_refused(self) -> None:
         model = nn.ModuleDict({"in": embedding(), "out": nn.Linear(4, ROWS, bias=False)})
@@ -679,3 +757,21 @@ class TestHooks:
                     rows = take(tracker)["weight"].rows
                     stored[rows] = model.weight.detach()[rows]
                     assert torch.equal(stored, model.weight), step
+
+
+class TestGradients:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("columns", [0, 1, 3, 4])
+    def test_rows_that_one_reaches(self, dtype: torch.dtype, columns: int) -> None:
+        gradient = torch.zeros(40, columns, dtype=dtype)
+        gradient[3] = -0.0
+        gradient[5:7, columns // 2 :] = 1e-7
+        gradient[9] = torch.nan
+        gradient[39, columns - 1 :] = -1
+        expected = (gradient != 0).any(1)
+        assert torch.equal(gradients.reached(gradient), expected)
+        assert torch.equal(gradients.reached(gradient.T.contiguous().T), expected)
+        assert expected.nonzero().flatten().tolist() == ([5, 6, 9, 39] if columns else [])
+
+    def test_rows_of_one_value(self) -> None:
+        assert gradients.reached(torch.tensor([0.0, 2.0, -0.0])).tolist() == [False, True, False]

@@ -1,0 +1,126 @@
+"""Which rows of a table its gradient reaches."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from checkrun_format.quantize.engine import spread
+
+Tensor = torch.Tensor
+
+_PIECE_BYTES: Final = 8 << 20
+_CHEAP_BYTES: Final = 1 << 20
+
+
+def gradient_rows(parameter: nn.Parameter) -> Tensor:
+    """Rows, ascending or not, of which any element of the gradient that is there now is not zero; int64."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros(0, dtype=torch.int64, device=parameter.device)
+    if gradient.layout == torch.sparse_coo:
+        return gradient._indices()[0]  # noqa: SLF001 - of an uncoalesced one, too
+    return torch.nonzero(reached(gradient)).squeeze(1)
+
+
+def reached(gradient: Tensor) -> Tensor:
+    """For each row of a dense gradient whether any element of it is not zero."""
+    flat = gradient.detach().reshape(len(gradient), math.prod(gradient.shape[1:]))
+    if flat.device.type == "cpu" and flat.is_contiguous() and flat.numel():
+        return _reached_on_host(flat)
+    step = max(1, _PIECE_BYTES // (flat.shape[1] * flat.element_size() or 1))
+    pieces = [(flat[low : low + step] != 0).any(1) for low in range(0, len(flat), step)]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.bool, device=flat.device)
+
+
+def is_cheap(gradient: Tensor) -> bool:
+    """Whether finding the rows that it reaches takes next to nothing of a step."""
+    return gradient.layout != torch.strided or gradient.nbytes <= _CHEAP_BYTES
+
+
+def _reached_on_host(flat: Tensor) -> Tensor:
+    """Whether any bit is set but the signs'. By numpy: with torch it takes ten times as long."""
+    size, bytes_ = flat.element_size(), np.from_dlpack(flat.view(torch.uint8))
+    wide = next(n for n in (8, 4, 2, 1) if bytes_.shape[1] % n == 0)
+    words, signs = bytes_.view(f"u{wide}"), (b"\0" * (size - 1) + b"\x80") * (wide // size)
+    values, found = ~np.frombuffer(signs, f"u{wide}"), np.empty(len(words), np.bool_)
+    spread(
+        lambda some: np.not_equal(np.bitwise_or.reduce(words[some], axis=1) & values, 0, out=found[some]),
+        len(words),
+        max(1, bytes_.shape[1] // 4),
+    )
+    return torch.from_numpy(found)
+
+
+class LookedUp:
+    """Tells whether lookups by modules made all of a parameter's dense gradient: their rows are noted already.
+
+    Autograd adds up what the uses of a parameter in one backward made, in the memory of one of these, and each addition
+    counts as a write. So a gradient in such memory, written to once less than there were lookups, is theirs alone; not
+    one of several backward passes, nor one that was clipped. Writes through `.data` and collectives are not counted.
+
+    Parameters
+    ----------
+    parameter : nn.Parameter
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._handle: Any = None
+        self._steps = 0
+        self._noted_from = 0
+        self._backward = -1
+        self._parts: list[tuple[int, int] | None] = []
+        self._made: tuple[weakref.ref[Tensor], int] | None = None
+
+    def expect(self, output: Any) -> None:
+        """Learn of the gradient that will come of a module's output, if that is a lookup in the parameter itself."""
+        parameter, node = self._parameter(), getattr(output, "grad_fn", None)
+        sources = [] if node is None else [getattr(source, "variable", None) for source, _ in node.next_functions]
+        place = next((place for place, source in enumerate(sources) if source is parameter), None)
+        if parameter is not None and node is not None and place is not None:
+            when = self._steps
+            node.register_hook(lambda gradients, _: self._add(gradients[place], when))
+            self._handle = self._handle or parameter.register_post_accumulate_grad_hook(self._see)
+
+    def _add(self, part: Tensor | None, when: int) -> None:
+        """Note what a lookup made; it is not held, or it would not be added to in place."""
+        if (backward := _this_backward()) != self._backward:
+            self._backward, self._parts = backward, []
+        unknown = part is None or part.layout != torch.strided or when < self._noted_from
+        self._parts.append(None if unknown or part is None else (part.data_ptr(), part._version))  # noqa: SLF001
+
+    def _see(self, parameter: nn.Parameter) -> None:
+        """Look at what a backward has just made of the gradient."""
+        gradient, self._made = parameter.grad, None
+        if gradient is not None and self._backward == _this_backward() and None not in self._parts:
+            version = gradient._version  # noqa: SLF001 - the only way
+            if (gradient.data_ptr(), version - len(self._parts) + 1) in self._parts:
+                self._made = weakref.ref(gradient), version
+
+    def made(self, gradient: Tensor) -> bool:
+        """Whether they made all of it."""
+        return self._made is not None and self._made[0]() is gradient and self._made[1] == gradient._version  # noqa: SLF001
+
+    def stepped(self) -> None:
+        """An optimizer has done a step."""
+        self._steps += 1
+
+    def forget(self, *, all_rows: bool = False) -> None:
+        """Rows looked up before the last step, or all, are not noted any more."""
+        self._steps += all_rows
+        self._noted_from = self._steps
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def _this_backward() -> int:
+    return torch._C._current_graph_task_id()  # noqa: SLF001 - there is no other way to tell passes apart
