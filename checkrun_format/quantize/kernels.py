@@ -19,7 +19,7 @@ from numba.extending import register_jitable
 from checkrun_format.quantize import lanes
 from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen_rows
 from checkrun_format.quantize.lanes import LANES
-from checkrun_format.quantize.trials import NARROWEST, RISK
+from checkrun_format.quantize.trials import MOVING_BITS, NARROWEST, SHIFTS, risk
 from checkrun_format.quantize.vectors import (
     HAS_HALVES,
     ROWS,
@@ -64,8 +64,13 @@ def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ..
         return numba.njit(list(signatures), **options)(function)
 
 
-lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
-lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
+lanes_greedy, lanes_moves, lanes_squared_error = lanes.greedy, lanes.moves, lanes.squared_error
+lanes_waves, lanes_normalize = lanes.waves, lanes.normalize
+
+_RANGE = 2 + len(SHIFTS)
+"""Numbers of a trial above 4 bits."""
+
+_RISKS = tuple(float(risk(bits)) for bits in range(1, 9))
 
 
 def reads_halves(columns: int, brain: bool) -> bool:  # noqa: FBT001
@@ -105,7 +110,8 @@ def measure_rows(flat, halves, brain, columns, bits, symmetric, half, low, high,
         b = largest if symmetric else b
         first[r] = F64(a)
         step[r] = (F64(b) - F64(a)) / steps
-    _stored(step, first, half, scale, bias)
+    _stored_scales(step, half, scale)
+    _stored_biases(first, half, bias)
     top = F64((1 << bits) - 1)
     for r in range(exact.size):
         reached = _reach(F64(low[r]), F64(high[r]), F64(scale[r]), F64(bias[r]), top)
@@ -208,25 +214,28 @@ def _singles(halves, start, count, brain, out, begin):
 
 
 @register_jitable
-def _stored(scales, biases, half, scale, bias):
-    """`stored_pairs`."""
-    rows = scales.size
-    rounded = np.empty(rows, F64)
+def _stored_scales(scales, half, out):
+    """`stored_scale`, as float32."""
+    rounded = np.empty(scales.size, F64)
     if half:
         _to_halves(scales, rounded)
-        for r in range(rows):
-            scale[r] = F32(rounded[r])
-        _to_halves(biases, rounded)
-        for r in range(rows):
-            bias[r] = F32(rounded[r])
     else:
         bits, short = scales.view(U64), rounded.view(U64)
-        for r in range(rows):
+        for r in range(scales.size):
             b = bits[r]
             short[r] = (b + U64((1 << 36) - 1) + ((b >> U64(37)) & U64(1))) & U64(0xFFFFFFE000000000)
-        for r in range(rows):
-            scale[r] = F32(rounded[r])
-            bias[r] = F32(biases[r])
+    for r in range(scales.size):
+        out[r] = F32(rounded[r])
+
+
+@register_jitable
+def _stored_biases(biases, half, out):
+    """Biases as they are stored, as float32."""
+    rounded = np.empty(biases.size if half else 0, F64)
+    if half:
+        _to_halves(biases, rounded)
+    for r in range(biases.size):
+        out[r] = F32(rounded[r] if half else biases[r])
 
 
 @register_jitable
@@ -256,13 +265,13 @@ def _to_halves(values, out):
 def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low, high, scale, bias, exact):
     """`refine` or `greedy`: better scale and bias for those rows where it finds them; many rows at a time.
 
-    Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
-    step and the number of steps.
+    Parameters are those of `measure_rows`, and `options`: for `refine` the trials, for `greedy` the step and the number
+    of steps.
     """
     rows, top = exact.size, F32((1 << bits) - 1)
-    values, found = np.empty(columns * LANES, F32), np.empty(3 * LANES, F32)
+    values, found = np.empty(columns * LANES, F32), np.empty(4 * LANES, F32)
     origin, width, inverse = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, F32)
-    error = np.empty(rows, F32)
+    error, pivot = np.empty(rows, F32), np.empty(rows, F32)
     for r in range(rows):
         inverse[r] = F32(top / F32(high[r] - low[r]))
     these = np.empty(LANES, np.int64)
@@ -273,30 +282,34 @@ def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low
         _normalize(flat, halves, brain, columns, these, low, inverse, values)
         if greedily:
             lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
-        elif bits <= 4:
-            lanes_refine(values, columns, top, options, options.size // 2, found)
+        elif bits <= MOVING_BITS:
+            lanes_moves(values, columns, top, options, options.size // 2, found)
         else:
-            lanes_refine_by_rests(values, columns, top, options, options.size // 2, found)
+            lanes_waves(values, columns, top, options, options.size // _RANGE, found)
         for l in range(count):
             origin[start + l] = found[l]
             width[start + l] = found[LANES + l]
             error[start + l] = found[2 * LANES + l]
+            pivot[start + l] = found[3 * LANES + l]
     scales, biases = np.empty(rows, F64), np.empty(rows, F64)
-    for r in range(rows):
-        step = (F64(high[r]) - F64(low[r])) / F64(top)
-        scales[r] = F64(width[r]) * step
-        biases[r] = F64(low[r]) + F64(origin[r]) * step
     new_scale, new_bias, better = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, U8)
-    _stored(scales, biases, half, new_scale, new_bias)
+    for r in range(rows):
+        scales[r] = F64(width[r]) * ((F64(high[r]) - F64(low[r])) / F64(top))
+    _stored_scales(scales, half, new_scale)
+    for r in range(rows):
+        turned = F64(new_scale[r]) / scales[r]
+        origin[r] = F32(F64(pivot[r]) + F64(F32(origin[r] - pivot[r])) * turned)
+        biases[r] = F64(low[r]) + F64(origin[r]) * ((F64(high[r]) - F64(low[r])) / F64(top))
+    _stored_biases(biases, half, new_bias)
     for r in range(rows):
         new_bias[r] = F32(0) if (low[r] >= 0) & (new_bias[r] <= 0) else new_bias[r]
-    risks = 0
+    risks, share = 0, F32(_RISKS[bits - 1])
     for r in range(rows):
         s, b = F32(new_scale[r] * inverse[r]), F32(F32(new_bias[r] - low[r]) * inverse[r])
         moved = F32(abs(F32(b - origin[r])) + F32(top * abs(F32(s - width[r]))))
         fits = (exact[r] == 0) & (F32(high[r] - low[r]) > NARROWEST) & (width[r] > 0)
         better[r] = (
-            U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) <= F32(RISK * error[r]) else U8(2)
+            U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) < F32(share * error[r]) else U8(2)
         )
         risks += better[r] == 2
     if risks:

@@ -8,8 +8,14 @@ import numpy.typing as npt
 NARROWEST = np.float32(2.0**-100)
 """Range of a row up to which it is left as `minmax` has it."""
 
-RISK = np.float32(0.02)
-"""Part of its squared error that the rounding of the qparams may add unless the row is compared with `minmax`."""
+MOVING_BITS = 4
+"""Up to which width the trials are moves; above, they are waves."""
+
+
+def risk(bits: int) -> np.float32:
+    """Part of its squared error that the rounding of the qparams may add unless the row is compared with `minmax`."""
+    return np.float32(0.02 if bits <= MOVING_BITS else 0.0)
+
 
 _Move = tuple[str, float]
 
@@ -57,13 +63,6 @@ _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
             *(("shift", -0.005), ("low", 0.005), ("shift", 0.05), ("high", -0.01)),
         ),
     },
-    8: {
-        0: (("high", -0.004), ("both", -0.004), ("shift", 0.0), ("low", -0.001), ("high", 0.001)),
-        128: (
-            *(("high", -0.004), ("both", -0.004), ("shift", 0.0), ("low", -0.001), ("high", 0.001)),
-            *(("low", 0.002), ("high", -0.001)),
-        ),
-    },
 }
 """By width, and above how many columns: move the `low` or the `high` end inwards, `both` ends, or `shift` the range up,
 by a part of its width.
@@ -75,12 +74,62 @@ to 1024 columns and a real table of 384, relative to `greedy` with 45 bins. More
 NARROW = 12
 """Up to how many columns rows get more trials: they have many ways to be coded, and cost little."""
 
-_PARTS = {2: (0.24, 4), 3: (0.24, 5), 4: (0.24, 6), 8: (0.002, 3)}
+_PARTS = {2: (0.24, 4), 3: (0.24, 5), 4: (0.24, 6)}
 """The largest of these moves, and how many there are, each half of the last: by each every end is moved, in and out."""
 
 
-def moves(bits: int, columns: int) -> npt.NDArray[np.float32]:
-    """The trials after the first, for rows of so many columns: pairs of shift and factor of the width, (k, 2)."""
+_WIDENED = (-0.25, 1.0, 2.0, -1.0, 3.0, 0.4, 4.0, 5.0, 1.5, 6.0)
+"""By how many codes the range is wider than the row in each trial of a wave, the most useful first."""
+
+
+def _widened(bits: int, columns: int) -> tuple[float, ...]:
+    return _WIDENED[: _COUNTS.get(columns, 8)]
+
+
+_COUNTS: dict[int, int] = {}
+
+_ANGLES = 2 * np.pi * ((np.arange(16) + 0.5) / 16 - 0.5)
+
+SHIFTS = np.stack(
+    [
+        _ANGLES / (2 * np.pi),
+        -np.sin(2 * _ANGLES) / (2 * np.pi**2),
+        np.cos(2 * _ANGLES) / (2 * np.pi**2),
+        np.sin(_ANGLES) / np.pi**2,
+        -np.cos(_ANGLES) / np.pi**2,
+    ],
+    axis=1,
+).astype(np.float32)
+"""Shifts of a wave, in codes, each with the factors of the sums over a row of sin cos, cos^2 - 1/2, sin and cos.
+
+What these products add up to is the part of the sum of squares that changes with the shift."""
+
+LEVEL = np.float32(1 / 12)
+"""The mean of the square of a distance to the nearest whole number."""
+
+COSINE = np.array([0.96947484, -17.458116, 38.764692], np.float32)
+SINE = np.array([6.1827851, -38.026513, 53.392573], np.float32)
+"""Polynomials in x^2, for x up to 1/2, of cos(2 pi x) and sin(2 pi x) / x, to 3 and 1 percent."""
+
+
+def trials(bits: int, columns: int) -> npt.NDArray[np.float32]:
+    """What the search tries for rows of so many columns, a trial a row.
+
+    Up to 4 bits a trial is a move: the shift and the factor of the width. Above it is a range: the reciprocal of its
+    width; where in it the row begins, in codes, if the row is in its middle; and for each of `SHIFTS`, how much the end
+    of the row that is outside adds to the sum of squares.
+    """
+    return _moves(bits, columns) if bits <= MOVING_BITS else _ranges(bits, columns)
+
+
+def _ranges(bits: int, columns: int) -> npt.NDArray[np.float32]:
+    top = (1 << bits) - 1
+    widened = np.array(_widened(bits, columns))[:, None]
+    outside = np.maximum(2 * np.abs(SHIFTS[:, 0]) - 1 - widened, 0)
+    return np.concatenate([(top - widened) / top, widened / 2, outside], axis=1).astype(np.float32)
+
+
+def _moves(bits: int, columns: int) -> npt.NDArray[np.float32]:
     width = min(known for known in _MOVES if known >= bits)
     chosen = _MOVES[width][max(above for above in _MOVES[width] if above < columns)]
     if columns <= NARROW:
