@@ -269,28 +269,25 @@ def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low
     of steps.
     """
     rows, top = exact.size, F32((1 << bits) - 1)
-    values, found = np.empty(columns * LANES, F32), np.empty(4 * LANES, F32)
-    origin, width, inverse = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, F32)
-    error, pivot = np.empty(rows, F32), np.empty(rows, F32)
-    for r in range(rows):
-        inverse[r] = F32(top / F32(high[r] - low[r]))
-    these = np.empty(LANES, np.int64)
-    for start in range(0, rows, LANES):
-        count = min(LANES, rows - start)
+    padded = (rows + LANES - 1) // LANES * LANES
+    values, wide = np.empty(columns * LANES, F32), np.empty(columns * LANES if halves.size else 0, F32)
+    first, inverse, starts = np.empty(padded, F32), np.empty(padded, F32), np.empty(LANES, np.int64)
+    found = np.empty(4 * padded, F32)
+    for r in range(padded):
+        n = min(r, rows - 1)
+        first[r] = low[n]
+        inverse[r] = F32(top / F32(high[n] - low[n]))
+    for start in range(0, padded, LANES):
         for l in range(LANES):
-            these[l] = min(start + l, rows - 1)
-        _normalize(flat, halves, brain, columns, these, low, inverse, values)
+            starts[l] = min(start + l, rows - 1) * columns
+        _normalize(flat, halves, brain, columns, starts, first[start:], inverse[start:], wide, values)
         if greedily:
-            lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
+            lanes_greedy(values, columns, top, options, np.int64(options[1]), found[start:], padded)
         elif bits <= MOVING_BITS:
-            lanes_moves(values, columns, top, options, options.size // 2, found)
+            lanes_moves(values, columns, top, options, options.size // 2, found[start:], padded)
         else:
-            lanes_waves(values, columns, top, options, options.size // _RANGE, found)
-        for l in range(count):
-            origin[start + l] = found[l]
-            width[start + l] = found[LANES + l]
-            error[start + l] = found[2 * LANES + l]
-            pivot[start + l] = found[3 * LANES + l]
+            lanes_waves(values, columns, top, options, options.size // _RANGE, found[start:], padded)
+    origin, width, error, pivot = found[:rows], found[padded:], found[2 * padded :], found[3 * padded :]
     scales, biases = np.empty(rows, F64), np.empty(rows, F64)
     new_scale, new_bias, better = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, U8)
     for r in range(rows):
@@ -313,44 +310,39 @@ def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low
         )
         risks += better[r] == 2
     if risks:
-        _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
+        _compare(
+            flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, wide, values
+        )
     for r in range(rows):
         scale[r] = new_scale[r] if better[r] else scale[r]
         bias[r] = new_bias[r] if better[r] else bias[r]
 
 
 @register_jitable
-def _normalize(flat, halves, brain, columns, these, low, inverse, values):
-    """LANES rows to lanes, in steps of `minmax`."""
-    given, starts = np.empty(2 * LANES, F32), np.empty(LANES, np.int64)
-    wide = np.empty(LANES * columns if halves.size else 0, F32)
-    for l in range(LANES):
-        r = these[l]
-        starts[l] = r * columns
-        given[l] = low[r]
-        given[LANES + l] = inverse[r]
-        if halves.size:
+def _normalize(flat, halves, brain, columns, starts, low, inverse, wide, values):
+    """LANES rows, from `starts` on, to lanes, in steps of `minmax`; `starts` of rows of 16 bits are used up."""
+    if halves.size:
+        for l in range(LANES):
+            _singles(halves, starts[l], columns, brain, wide, l * columns)
             starts[l] = l * columns
-            _singles(halves, r * columns, columns, brain, wide, l * columns)
     for begin in range(0, LANES, ROWS):
-        part = values[begin * columns : (begin + ROWS) * columns]
+        part = values[begin * columns :]
         if halves.size:
-            lanes_normalize(wide, starts[begin:], columns, given[begin:], part)
-            continue
-        if columns >= ROWS:
-            lanes_normalize(flat, starts[begin:], columns, given[begin:], part)
-            continue
-        for j in range(columns):
-            for l in range(ROWS):
-                n = begin + l
-                part[j * ROWS + l] = F32(F32(flat[starts[n] + j] - given[n]) * given[LANES + n])
+            lanes_normalize(wide, starts[begin:], columns, low[begin:], inverse[begin:], part)
+        elif columns >= ROWS:
+            lanes_normalize(flat, starts[begin:], columns, low[begin:], inverse[begin:], part)
+        else:
+            for j in range(columns):
+                for l in range(ROWS):
+                    n = begin + l
+                    part[j * ROWS + l] = F32(F32(flat[starts[n] + j] - low[n]) * inverse[n])
 
 
 @register_jitable
-def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
+def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, wide, values):
     """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
-    given, errors = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
-    these = np.empty(LANES, np.int64)
+    given, errors, ends = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
+    these, starts = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
     count = 0
     for r in range(better.size):
         if better[r] == 2:
@@ -358,15 +350,17 @@ def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_s
             count += 1
         if count == 0 or (count < LANES and r < better.size - 1):
             continue
-        for l in range(count, LANES):
-            these[l] = these[0]
-        _normalize(flat, halves, brain, columns, these, low, inverse, values)
+        for l in range(LANES):
+            n = these[l if l < count else 0]
+            starts[l] = n * columns
+            ends[l], ends[LANES + l] = low[n], inverse[n]
+        _normalize(flat, halves, brain, columns, starts, ends, ends[LANES:], wide, values)
         for which in range(2):
             for l in range(LANES):
-                n = these[l]
+                n = these[l if l < count else 0]
                 given[l] = F32(F32((new_bias[n] if which else bias[n]) - low[n]) * inverse[n])
                 given[LANES + l] = F32((new_scale[n] if which else scale[n]) * inverse[n])
-            lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :])
+            lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :], LANES)
         for l in range(count):
             better[these[l]] = U8(errors[LANES + l] <= errors[l])
         count = 0

@@ -276,13 +276,13 @@ def _greedy(rows: _Rows, options: Any, steps: Any) -> Sequence[_Vector]:
 
 
 def _search(find: Callable[[_Rows, Any, Any], Sequence[_Vector]]) -> Any:
-    """A function `f(values, columns, top, options, count, found)`.
+    """A function `f(values, columns, top, options, count, found, apart)`.
 
     `values` is a float32 array (columns * LANES,), `options` one of what `find` takes from it, `count` the number of
-    its trials or steps; `found` (4 * LANES,) receives origin, width, squared error and pivot.
+    its trials or steps; `found` receives what it finds, LANES numbers each, so far `apart`.
     """
 
-    def search(_: Any, values: Any, columns: Any, top: Any, options: Any, count: Any, found: Any) -> Any:
+    def search(_: Any, values: Any, columns: Any, top: Any, options: Any, count: Any, found: Any, apart: Any) -> Any:  # noqa: PLR0917
         def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
             def data(index: int, kind: Any = _VECTOR) -> Any:
                 array = context.make_array(signature.args[index])(context, builder, arguments[index])
@@ -291,11 +291,12 @@ def _search(find: Callable[[_Rows, Any, Any], Sequence[_Vector]]) -> Any:
             rows = _Rows(builder, data(0, _HALF), arguments[1], _Vector(builder, _UNDEFINED))
             rows = _Rows(builder, data(0, _HALF), arguments[1], rows.everywhere(arguments[2]))
             for index, vector in enumerate(find(rows, data(3, _FLOAT), arguments[4])):
-                place = builder.gep(data(5), [ir.Constant(_INDEX, index)])
+                at = builder.mul(arguments[6], ir.Constant(_INDEX, index))
+                place = builder.bitcast(builder.gep(data(5, _FLOAT), [at]), _VECTOR.as_pointer())
                 builder.store(vector.value, place, align=4)
             return context.get_dummy_value()
 
-        return types.void(values, columns, top, options, count, found), generate
+        return types.void(values, columns, top, options, count, found, apart), generate
 
     return intrinsic(search)
 
@@ -317,11 +318,10 @@ def _given_error(rows: _Rows, options: Any) -> Sequence[_Vector]:
 
 
 @intrinsic
-def normalize(_: Any, flat: Any, starts: Any, columns: Any, given: Any, values: Any) -> Any:
+def normalize(_: Any, flat: Any, starts: Any, columns: Any, low: Any, inverse: Any, values: Any) -> Any:  # noqa: PLR0917
     """ROWS rows of at least ROWS columns, each of which begins at its entry of `starts`: (x - low) * inverse.
 
-    `given` holds low ends and, LANES further on, inverses; `values` receives column after column. The last columns are
-    dealt with twice where ROWS does not divide their number.
+    `values` receives column after column. The last columns are dealt with twice where ROWS does not divide their number.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -331,10 +331,8 @@ def normalize(_: Any, flat: Any, starts: Any, columns: Any, given: Any, values: 
         def vectors(pointer: Any) -> Any:
             return builder.bitcast(pointer, _HALF.as_pointer())
 
-        source, target = data(0), vectors(data(4))
-        low, inverse = (
-            builder.load(builder.gep(vectors(data(3)), [ir.Constant(_INDEX, index)]), align=4) for index in (0, 2)
-        )
+        source, target = data(0), vectors(data(5))
+        low_ends, inverses = (builder.load(vectors(data(index)), align=4) for index in (3, 4))
         places = [builder.load(builder.gep(data(1), [ir.Constant(_INDEX, row)])) for row in range(ROWS)]
         lanes = ir.Constant(_INDEX, ROWS)
         blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), lanes)
@@ -347,10 +345,10 @@ def normalize(_: Any, flat: Any, starts: Any, columns: Any, given: Any, values: 
             ]
             for index, vector in enumerate(_transposed(builder, rows)):
                 place = builder.gep(target, [builder.add(column, ir.Constant(_INDEX, index))])
-                builder.store(builder.fmul(builder.fsub(vector, low), inverse), place, align=4)
+                builder.store(builder.fmul(builder.fsub(vector, low_ends), inverses), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(flat, starts, columns, given, values), generate
+    return types.void(flat, starts, columns, low, inverse, values), generate
 
 
 def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:

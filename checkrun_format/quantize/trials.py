@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,9 +29,14 @@ _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
             *(("both", 0.13), ("shift", -0.09), ("high", -0.02), ("shift", 0.06)),
             *(("shift", -0.02), ("shift", 0.02), ("shift", -0.01)),
         ),
+        320: (
+            *(("high", 0.21), ("shift", 0.21), ("high", 0.09), ("shift", 0.09), ("shift", -0.17), ("shift", -0.06)),
+            *(("shift", 0.03), ("shift", -0.015), ("shift", 0.003)),
+        ),
     },
     3: {
-        0: (
+        0: (("low", 0.04), ("high", 0.06), ("shift", 0.015), ("shift", -0.01), ("low", -0.17)),
+        32: (
             *(("both", 0.04), ("high", 0.06), ("low", 0.04), ("shift", -0.01)),
             *(("shift", 0.01), ("high", 0.01), ("high", -0.08)),
         ),
@@ -40,13 +48,14 @@ _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
             *(("both", 0.06), ("high", 0.09), ("low", 0.09), ("shift", -0.02), ("shift", 0.02)),
             *(("shift", -0.006), ("shift", 0.003), ("shift", 0.09), ("high", 0.04)),
         ),
-        400: (
-            *(("both", 0.05), ("both", 0.09), ("high", 0.09), ("high", 0.09), ("shift", 0.04), ("shift", -0.02)),
-            *(("shift", 0.01), ("low", -0.01), ("shift", 0.09), ("low", 0.003)),
+        320: (
+            *(("both", 0.06), ("high", 0.08), ("low", 0.1), ("high", 0.1), ("shift", 0.1), ("low", -0.03)),
+            *(("shift", 0.04), ("both", -0.006), ("high", 0.03), ("low", 0.01)),
         ),
     },
     4: {
-        0: (
+        0: (("high", 0.02), ("low", 0.02), ("high", -0.08), ("low", -0.01), ("high", -0.015)),
+        32: (
             *(("both", 0.02), ("high", 0.03), ("shift", 0.01), ("high", 0.01)),
             *(("low", 0.007), ("low", -0.03), ("both", -0.007)),
         ),
@@ -58,9 +67,9 @@ _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
             *(("both", 0.03), ("high", 0.05), ("low", 0.03), ("high", 0.02), ("shift", 0.005)),
             *(("low", -0.01), ("both", 0.01), ("shift", 0.05), ("shift", 0.003)),
         ),
-        600: (
-            *(("both", 0.08), ("both", 0.03), ("high", 0.05), ("low", -0.02), ("shift", 0.01), ("high", 0.08)),
-            *(("shift", -0.005), ("low", 0.005), ("shift", 0.05), ("high", -0.01)),
+        320: (
+            *(("high", 0.03), ("high", 0.08), ("low", 0.08), ("low", 0.03), ("high", 0.04), ("both", -0.02)),
+            *(("shift", 0.06), ("low", 0.015), ("high", 0.015), ("high", -0.01), ("shift", -0.002)),
         ),
     },
 }
@@ -78,15 +87,12 @@ _PARTS = {2: (0.24, 4), 3: (0.24, 5), 4: (0.24, 6)}
 """The largest of these moves, and how many there are, each half of the last: by each every end is moved, in and out."""
 
 
-_WIDENED = (-0.25, 1.0, 2.0, -1.0, 3.0, 0.4, 4.0, 5.0, 1.5, 6.0)
-"""By how many codes the range is wider than the row in each trial of a wave, the most useful first."""
+_WIDENED = (-0.25, 1.0, 3.0, 2.0, 5.0, -1.0, 0.4, 4.0)
+_WIDENED_COUNTS = {0: 3, 128: 5, 256: 8}
+"""Above 4 bits: by how many codes the range is wider than the row; and how many of these, above how many columns.
 
-
-def _widened(bits: int, columns: int) -> tuple[float, ...]:
-    return _WIDENED[: _COUNTS.get(columns, 8)]
-
-
-_COUNTS: dict[int, int] = {}
+Chosen as the moves were; the wider the row, the less its error depends on where the codes lie.
+"""
 
 _ANGLES = 2 * np.pi * ((np.arange(16) + 0.5) / 16 - 0.5)
 
@@ -122,16 +128,24 @@ def trials(bits: int, columns: int) -> npt.NDArray[np.float32]:
     return _moves(bits, columns) if bits <= MOVING_BITS else _ranges(bits, columns)
 
 
+T = TypeVar("T")
+
+
+def _for_columns(known: Mapping[int, T], columns: int) -> T:
+    return known[max(above for above in known if above < columns)]
+
+
 def _ranges(bits: int, columns: int) -> npt.NDArray[np.float32]:
-    top = (1 << bits) - 1
-    widened = np.array(_widened(bits, columns))[:, None]
+    top, all_of_them = (1 << bits) - 1, len(_WIDENED)
+    count = all_of_them if columns <= NARROW else _for_columns(_WIDENED_COUNTS, columns)
+    widened = np.array(_WIDENED[:count])[:, None]
     outside = np.maximum(2 * np.abs(SHIFTS[:, 0]) - 1 - widened, 0)
     return np.concatenate([(top - widened) / top, widened / 2, outside], axis=1).astype(np.float32)
 
 
 def _moves(bits: int, columns: int) -> npt.NDArray[np.float32]:
     width = min(known for known in _MOVES if known >= bits)
-    chosen = _MOVES[width][max(above for above in _MOVES[width] if above < columns)]
+    chosen = _for_columns(_MOVES[width], columns)
     if columns <= NARROW:
         largest, count = _PARTS[width]
         parts = [sign * largest / 2**halved for halved in range(count) for sign in (1, -1)]
