@@ -27,6 +27,10 @@ from checkrun_format.quantize.vectors import (
     codes_of_halves,
     codes_of_row,
     extremes_of_row,
+    pack3,
+    pack5,
+    pack6,
+    pack7,
     singles_of_brains,
     singles_of_halves,
 )
@@ -476,7 +480,16 @@ def _pack(codes, stride, rows, columns, bits, out, width):
         words = codes[: rows * stride].view(U64)
         per_row = stride // 8
         if columns % 8 == 0:
-            _pack_words(words, bits, out)
+            blocks = out.size // (8 * bits)
+            if bits == 3:
+                pack3(words, blocks, out)
+            elif bits == 5:
+                pack5(words, blocks, out)
+            elif bits == 6:
+                pack6(words, blocks, out)
+            else:
+                pack7(words, blocks, out)
+            _pack_words(words[8 * blocks :], bits, out[8 * blocks * bits :])
         else:
             for r in range(rows):
                 _pack_words(words[r * per_row : (r + 1) * per_row], bits, out[r * width : (r + 1) * width])
