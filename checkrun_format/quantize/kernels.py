@@ -8,6 +8,8 @@ nothing is contracted to a fused multiply-add (DEC-1) nor summed in another orde
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,8 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from checkrun_format.quantize import lanes
+from checkrun_format import packing
+from checkrun_format.quantize import decoding, lanes, lines, trials, vectors
 from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen_rows
 from checkrun_format.quantize.lanes import LANES
 from checkrun_format.quantize.trials import MOVING_BITS, NARROWEST, SHIFTS, risk
@@ -63,9 +66,17 @@ def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ..
     """A function compiled for these types, by way of the cache on disk where there is room for one."""
     options = {"nogil": True, "error_model": "numpy"}
     try:
+        function.__qualname__ = f"{function.__name__}_{_digest()}"  # by which numba finds it in the cache
         return numba.njit(list(signatures), cache=True, **options)(function)
     except (OSError, RuntimeError):  # no folder for the cache, or none that can be written
         return numba.njit(list(signatures), **options)(function)
+
+
+@functools.cache
+def _digest() -> str:
+    """Of what the kernels are made of besides their own module, which is all that numba looks at for changes."""
+    texts = [inspect.getsource(module) for module in (decoding, lanes, lines, packing, trials, vectors)]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
 lanes_greedy, lanes_moves, lanes_squared_error = lanes.greedy, lanes.moves, lanes.squared_error

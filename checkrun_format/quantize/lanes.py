@@ -4,8 +4,6 @@ Sums over the columns of a row must not be reordered, so it is rows that are com
 the sums of such loops in memory; written as vectors of LLVM they stay in registers, which is twice as fast and
 compiles several times faster. LLVM splits vectors that are wider than the machine's, on any machine. The formulas are
 those of `refine` and `greedy`, which explain them; what is fused there is fused here, and nothing else.
-
-numba keeps what it compiled until kernels.py changes: touch that file after a change in this one, or in `trials`.
 """
 
 from __future__ import annotations
@@ -318,10 +316,10 @@ def _given_error(rows: _Rows, options: Any) -> Sequence[_Vector]:
 
 
 @intrinsic
-def normalize(_: Any, flat: Any, starts: Any, columns: Any, low: Any, inverse: Any, values: Any) -> Any:  # noqa: PLR0917
+def normalize(_: Any, flat: Any, starts: Any, columns: Any, low: Any, inverse: Any, values: Any) -> Any:
     """ROWS rows of at least ROWS columns, each of which begins at its entry of `starts`: (x - low) * inverse.
 
-    `values` receives column after column. The last columns are dealt with twice where ROWS does not divide their number.
+    `values` receives column after column. The last ones are dealt with twice where ROWS does not divide their number.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:

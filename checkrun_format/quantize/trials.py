@@ -94,7 +94,7 @@ _WIDENED_COUNTS = {0: 3, 128: 5, 256: 8}
 Chosen as the moves were; the wider the row, the less its error depends on where the codes lie.
 """
 
-_ANGLES = 2 * np.pi * ((np.arange(16) + 0.5) / 16 - 0.5)
+_ANGLES = 2 * np.pi * ((np.arange(8) + 0.5) / 8 - 0.5)
 
 SHIFTS = np.stack(
     [

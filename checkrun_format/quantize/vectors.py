@@ -2,8 +2,6 @@
 
 What numba makes of such loops depends on their lengths and on what else stands beside them; here it is one loop over
 vectors of ROWS elements, whatever the row. LLVM splits vectors that are wider than the machine's, on any machine.
-
-numba keeps what it compiled until kernels.py and decoding.py change: touch these files after a change in this one.
 """
 
 from __future__ import annotations
