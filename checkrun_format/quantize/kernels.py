@@ -19,9 +19,10 @@ from numba import types
 from numba.extending import register_jitable
 
 from checkrun_format import packing
-from checkrun_format.quantize import decoding, lanes, lines, trials, vectors
+from checkrun_format.quantize import decoding, lanes, lines, stored, trials, vectors
 from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen_rows
 from checkrun_format.quantize.lanes import LANES
+from checkrun_format.quantize.stored import pack_rows, store, stored_biases, stored_scales
 from checkrun_format.quantize.trials import MOVING_BITS, NARROWEST, SHIFTS, risk
 from checkrun_format.quantize.vectors import (
     HAS_HALVES,
@@ -30,10 +31,6 @@ from checkrun_format.quantize.vectors import (
     codes_of_halves,
     codes_of_row,
     extremes_of_row,
-    pack3,
-    pack5,
-    pack6,
-    pack7,
     singles_of_brains,
     singles_of_halves,
 )
@@ -75,7 +72,7 @@ def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ..
 @functools.cache
 def _digest() -> str:
     """Of what the kernels are made of besides their own module, which is all that numba looks at for changes."""
-    texts = [inspect.getsource(module) for module in (decoding, lanes, lines, packing, trials, vectors)]
+    texts = [inspect.getsource(module) for module in (decoding, lanes, lines, packing, stored, trials, vectors)]
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
@@ -125,8 +122,8 @@ def measure_rows(flat, halves, brain, columns, bits, symmetric, half, low, high,
         b = largest if symmetric else b
         first[r] = F64(a)
         step[r] = (F64(b) - F64(a)) / steps
-    _stored_scales(step, half, scale)
-    _stored_biases(first, half, bias)
+    stored_scales(step, half, scale)
+    stored_biases(first, half, bias)
     top = F64((1 << bits) - 1)
     for r in range(exact.size):
         reached = _reach(F64(low[r]), F64(high[r]), F64(scale[r]), F64(bias[r]), top)
@@ -158,7 +155,7 @@ def write_rows(
     top, rows = F32((1 << bits) - 1), exact.size
     _inexpressible(low, high, negative, scale, bias, top, F32(cast[3]), exact)
     bound = _bound(low, high, scale, bias, F64(top), cast, exact)
-    _store(scale, bias, exact, pairs, singles)
+    store(scale, bias, exact, pairs, singles)
     if bits == 8:
         _codes(flat, halves, brain, 0, columns, scale, bias, top, codes, columns)
         return bound
@@ -170,7 +167,7 @@ def write_rows(
         count = min(size, rows - start)
         stop = start + count
         _codes(flat, halves, brain, start, columns, scale[start:stop], bias[start:stop], top, buffer, stride)
-        _pack(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
+        pack_rows(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
     return bound
 
 
@@ -229,52 +226,11 @@ def _singles(halves, start, count, brain, out, begin):
 
 
 @register_jitable
-def _stored_scales(scales, half, out):
-    """`stored_scale`, as float32."""
-    rounded = np.empty(scales.size, F64)
-    if half:
-        _to_halves(scales, rounded)
-    else:
-        bits, short = scales.view(U64), rounded.view(U64)
-        for r in range(scales.size):
-            b = bits[r]
-            short[r] = (b + U64((1 << 36) - 1) + ((b >> U64(37)) & U64(1))) & U64(0xFFFFFFE000000000)
-    for r in range(scales.size):
-        out[r] = F32(rounded[r])
-
-
-@register_jitable
-def _stored_biases(biases, half, out):
-    """Biases as they are stored, as float32."""
-    rounded = np.empty(biases.size if half else 0, F64)
-    if half:
-        _to_halves(biases, rounded)
-    for r in range(biases.size):
-        out[r] = F32(rounded[r] if half else biases[r])
-
-
-@register_jitable
 def _reach(low, high, scale, bias, top):
     below, above = bias - low, high - (bias + scale * top)
     farthest = 0.5 * scale
     farthest = below if below > farthest else farthest
     return above if above > farthest else farthest
-
-
-@register_jitable
-def _to_halves(values, out):
-    """Round float64 to the nearest float16, ties to even; what is beyond the largest becomes infinite."""
-    rounded = np.empty(values.size, F64)
-    given, bits = values.view(U64), rounded.view(U64)
-    for r in range(values.size):
-        b = given[r] & U64(0x7FFFFFFFFFFFFFFF)
-        bits[r] = (b + U64((1 << 41) - 1) + ((b >> U64(42)) & U64(1))) & U64(0xFFFFFC0000000000)
-    for r in range(values.size):
-        v = values[r]
-        small = (abs(v) + 402653184.0) - 402653184.0  # 1.5 * 2^28: doubles there are 2^-24 apart
-        magnitude = small if abs(v) < 2.0**-14 else rounded[r]
-        magnitude = np.inf if magnitude > 65504.0 else magnitude
-        out[r] = -magnitude if v < 0 else magnitude
 
 
 def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low, high, scale, bias, exact):
@@ -307,12 +263,12 @@ def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low
     new_scale, new_bias, better = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, U8)
     for r in range(rows):
         scales[r] = F64(width[r]) * ((F64(high[r]) - F64(low[r])) / F64(top))
-    _stored_scales(scales, half, new_scale)
+    stored_scales(scales, half, new_scale)
     for r in range(rows):
         turned = F64(new_scale[r]) / scales[r]
         origin[r] = F32(F64(pivot[r]) + F64(F32(origin[r] - pivot[r])) * turned)
         biases[r] = F64(low[r]) + F64(origin[r]) * ((F64(high[r]) - F64(low[r])) / F64(top))
-    _stored_biases(biases, half, new_bias)
+    stored_biases(biases, half, new_bias)
     for r in range(rows):
         new_bias[r] = F32(0) if (low[r] >= 0) & (new_bias[r] <= 0) else new_bias[r]
     risks, share = 0, F32(_RISKS[bits - 1])
@@ -414,36 +370,6 @@ def _bound(low, high, scale, bias, top, cast, exact):
 
 
 @register_jitable
-def _store(scale, bias, exact, halves, singles):
-    """Store pairs of scale and bias, NaN in exact rows; what is left of them gives codes 0 there, and at scale 0."""
-    if halves.size:
-        for r in range(exact.size):
-            halves[r] = U32(0x7E007E00) if exact[r] else U32(0)
-        _add_halves(scale, exact, halves, U32(0))
-        _add_halves(bias, exact, halves, U32(16))
-    else:
-        low, high = scale.view(U32), bias.view(U32)
-        for r in range(exact.size):
-            pair = U64(low[r]) | (U64(high[r]) << U64(32))
-            singles[r] = U64(0x7FC000007FC00000) if exact[r] else pair
-    for r in range(exact.size):
-        bias[r] = F32(0) if exact[r] else bias[r]
-        scale[r] = F32(np.inf) if (exact[r] != 0) | (scale[r] == 0) else scale[r]
-
-
-@register_jitable
-def _add_halves(values, exact, pairs, shift):
-    """The bits of float32 values that are float16."""
-    bits = values.view(U32)
-    for r in range(exact.size):
-        m = U32(bits[r] & U32(0x7FFFFFFF))
-        small = U32(I32(F32(abs(values[r]) * F32(16777216))))
-        h = small if m < U32(0x38800000) else U32(U32(m >> U32(13)) - U32(112 << 10))
-        h = U32(h | U32(U32(bits[r] >> U32(16)) & U32(0x8000)))
-        pairs[r] = U32(pairs[r] | (U32(0) if exact[r] else U32(h << shift)))
-
-
-@register_jitable
 def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
     """The codes of rows from `first` on, as many as there are scales."""
     if columns >= ROWS:
@@ -465,74 +391,6 @@ def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
             t = t if t > F32(0) else F32(0)
             t = t if t < top else top
             line[j] = U8(I32(np.rint(t)))
-
-
-@register_jitable
-def _pack(codes, stride, rows, columns, bits, out, width):
-    """`pack` of rows that lie `stride` apart, with zeros up to a whole word."""
-    if bits == 4:
-        pairs = codes[: rows * stride].view(U16)
-        for n in range(out.size):
-            w = pairs[n]
-            out[n] = U8(w | U16(w >> U16(4)))
-    elif bits == 2:
-        fours = codes[: rows * stride].view(U32)
-        for n in range(out.size):
-            w = fours[n]
-            out[n] = U8(w | U32(w >> U32(6)) | U32(w >> U32(12)) | U32(w >> U32(18)))
-    elif bits == 1:
-        eights = codes[: rows * stride].view(U64)
-        for n in range(out.size):
-            w = eights[n]
-            w |= w >> U64(7)
-            w |= w >> U64(14)
-            out[n] = U8(w | (w >> U64(28)))
-    else:
-        words = codes[: rows * stride].view(U64)
-        per_row = stride // 8
-        if columns % 8 == 0:
-            blocks = out.size // (8 * bits)
-            if bits == 3:
-                pack3(words, blocks, out)
-            elif bits == 5:
-                pack5(words, blocks, out)
-            elif bits == 6:
-                pack6(words, blocks, out)
-            else:
-                pack7(words, blocks, out)
-            _pack_words(words[8 * blocks :], bits, out[8 * blocks * bits :])
-        else:
-            for r in range(rows):
-                _pack_words(words[r * per_row : (r + 1) * per_row], bits, out[r * width : (r + 1) * width])
-
-
-@register_jitable
-def _pack_words(words, bits, out):
-    b, size = U64(bits), U64(bits)
-    whole = U64(out.size) // size
-    for g in range(whole):
-        w, o = _folded(words[g], b), U64(g) * size
-        out[o] = U8(w)
-        out[o + U64(1)] = U8(w >> U64(8))
-        out[o + U64(2)] = U8(w >> U64(16))
-        if bits > 3:
-            out[o + U64(3)] = U8(w >> U64(24))
-            out[o + U64(4)] = U8(w >> U64(32))
-        if bits > 5:
-            out[o + U64(5)] = U8(w >> U64(40))
-        if bits > 6:
-            out[o + U64(6)] = U8(w >> U64(48))
-    if whole < U64(words.size):
-        w, part = _folded(words[whole], b), out[whole * size :]
-        for k in range(part.size):
-            part[k] = U8(w >> U64(8 * k))
-
-
-@register_jitable
-def _folded(w, b):
-    w = (w & U64(0x00FF00FF00FF00FF)) | (((w >> U64(8)) & U64(0x00FF00FF00FF00FF)) << b)
-    w = (w & U64(0x0000FFFF0000FFFF)) | (((w >> U64(16)) & U64(0x0000FFFF0000FFFF)) << (b + b))
-    return (w & U64(0x00000000FFFFFFFF)) | ((w >> U64(32)) << (b + b + b + b))
 
 
 _SIGNATURES: dict[Callable[..., Any], tuple[Any, ...]] = {
