@@ -24,7 +24,8 @@ _Move = tuple[str, float]
 
 _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
     2: {
-        0: (("both", 0.13), ("shift", -0.09), ("high", -0.02), ("shift", 0.06), ("shift", -0.02), ("shift", 0.02)),
+        0: (("high", 0.09), ("shift", 0.09), ("low", 0.04), ("shift", -0.04), ("shift", 0.03)),
+        32: (("both", 0.13), ("shift", -0.09), ("high", -0.02), ("shift", 0.06), ("shift", -0.02), ("shift", 0.02)),
         96: (
             *(("both", 0.13), ("shift", -0.09), ("high", -0.02), ("shift", 0.06)),
             *(("shift", -0.02), ("shift", 0.02), ("shift", -0.01)),
