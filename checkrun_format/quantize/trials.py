@@ -25,29 +25,26 @@ _Move = tuple[str, float]
 _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
     2: {
         0: (("high", 0.09), ("shift", 0.09), ("low", 0.04), ("shift", -0.04), ("shift", 0.03)),
-        32: (("both", 0.13), ("shift", -0.09), ("high", -0.02), ("shift", 0.06), ("shift", -0.02), ("shift", 0.02)),
+        32: (("both", 0.09), ("shift", -0.09), ("shift", 0.06), ("shift", -0.03), ("shift", 0.015), ("shift", 0.21)),
         96: (
             *(("both", 0.13), ("shift", -0.09), ("high", -0.02), ("shift", 0.06)),
             *(("shift", -0.02), ("shift", 0.02), ("shift", -0.01)),
         ),
-        320: (
+        240: (
             *(("high", 0.21), ("shift", 0.21), ("high", 0.09), ("shift", 0.09), ("shift", -0.17), ("shift", -0.06)),
             *(("shift", 0.03), ("shift", -0.015), ("shift", 0.003)),
         ),
     },
     3: {
         0: (("low", 0.04), ("high", 0.06), ("shift", 0.015), ("shift", -0.01), ("low", -0.17)),
-        32: (
-            *(("both", 0.04), ("high", 0.06), ("low", 0.04), ("shift", -0.01)),
-            *(("shift", 0.01), ("high", 0.01), ("high", -0.08)),
-        ),
+        32: (("both", 0.04), ("high", 0.08), ("shift", 0.03), ("shift", -0.02), ("shift", 0.01), ("shift", -0.006)),
         64: (
             *(("both", 0.06), ("high", 0.09), ("low", 0.09), ("shift", -0.02)),
             *(("shift", 0.02), ("shift", -0.006), ("shift", 0.003)),
         ),
         160: (
-            *(("both", 0.06), ("high", 0.09), ("low", 0.09), ("shift", -0.02), ("shift", 0.02)),
-            *(("shift", -0.006), ("shift", 0.003), ("shift", 0.09), ("high", 0.04)),
+            *(("both", 0.06), ("high", 0.08), ("low", 0.1), ("low", -0.03), ("shift", 0.02)),
+            *(("shift", -0.01), ("shift", 0.1), ("low", 0.006)),
         ),
         320: (
             *(("both", 0.06), ("high", 0.08), ("low", 0.1), ("high", 0.1), ("shift", 0.1), ("low", -0.03)),
@@ -56,17 +53,14 @@ _MOVES: dict[int, dict[int, tuple[_Move, ...]]] = {
     },
     4: {
         0: (("high", 0.02), ("low", 0.02), ("high", -0.08), ("low", -0.01), ("high", -0.015)),
-        32: (
-            *(("both", 0.02), ("high", 0.03), ("shift", 0.01), ("high", 0.01)),
-            *(("low", 0.007), ("low", -0.03), ("both", -0.007)),
+        32: (("low", 0.03), ("high", 0.03), ("shift", 0.01), ("shift", -0.005), ("shift", 0.002), ("low", -0.08)),
+        64: (
+            *(("high", 0.03), ("low", 0.04), ("high", 0.02), ("low", 0.015), ("shift", -0.007)),
+            *(("shift", 0.002), ("high", -0.02), ("low", -0.003)),
         ),
-        80: (
-            *(("both", 0.03), ("high", 0.03), ("low", 0.02), ("shift", -0.005), ("shift", 0.005)),
-            *(("shift", -0.003), ("high", -0.003), ("low", -0.03), ("high", -0.02)),
-        ),
-        240: (
-            *(("both", 0.03), ("high", 0.05), ("low", 0.03), ("high", 0.02), ("shift", 0.005)),
-            *(("low", -0.01), ("both", 0.01), ("shift", 0.05), ("shift", 0.003)),
+        160: (
+            *(("both", 0.03), ("low", 0.04), ("high", 0.04), ("shift", 0.007), ("shift", -0.007)),
+            *(("shift", 0.003), ("shift", -0.06), ("high", 0.003)),
         ),
         320: (
             *(("high", 0.03), ("high", 0.08), ("low", 0.08), ("low", 0.03), ("high", 0.04), ("both", -0.02)),
@@ -88,8 +82,8 @@ _PARTS = {2: (0.24, 4), 3: (0.24, 5), 4: (0.24, 6)}
 """The largest of these moves, and how many there are, each half of the last: by each every end is moved, in and out."""
 
 
-_WIDENED = (-0.25, 1.0, 3.0, 2.0, 5.0, -1.0, 0.4, 4.0)
-_WIDENED_COUNTS = {0: 3, 128: 5, 256: 8}
+_WIDENED = (-0.25, 1.0, 3.0, 2.0, 5.0, -1.0, 0.4, 4.0, 1.5, 6.0)
+_WIDENED_COUNTS = {0: 3, 128: 5, 256: 10}
 """Above 4 bits: by how many codes the range is wider than the row; and how many of these, above how many columns.
 
 Chosen as the moves were; the wider the row, the less its error depends on where the codes lie.
