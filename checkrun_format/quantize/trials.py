@@ -8,6 +8,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+T = TypeVar("T")
+
 NARROWEST = np.float32(2.0**-100)
 """Range of a row up to which it is left as `minmax` has it."""
 
@@ -81,12 +83,11 @@ NARROW = 12
 _PARTS = {2: (0.24, 4), 3: (0.24, 5), 4: (0.24, 6)}
 """The largest of these moves, and how many there are, each half of the last: by each every end is moved, in and out."""
 
-
 _WIDENED = (-0.25, 1.0, 3.0, 2.0, 5.0, -1.0, 0.4, 4.0, 1.5, 6.0)
 _WIDENED_COUNTS = {0: 3, 128: 5, 256: 10}
 """Above 4 bits: by how many codes the range is wider than the row; and how many of these, above how many columns.
 
-Chosen as the moves were; the wider the row, the less its error depends on where the codes lie.
+Wide rows have less to gain by where the codes lie, and it takes more to find it.
 """
 
 _ANGLES = 2 * np.pi * ((np.arange(8) + 0.5) / 8 - 0.5)
@@ -123,17 +124,13 @@ def trials(bits: int, columns: int) -> npt.NDArray[np.float32]:
     return _moves(bits, columns) if bits <= MOVING_BITS else _ranges(bits, columns)
 
 
-T = TypeVar("T")
-
-
 def _for_columns(known: Mapping[int, T], columns: int) -> T:
     return known[max(above for above in known if above < columns)]
 
 
 def _ranges(bits: int, columns: int) -> npt.NDArray[np.float32]:
-    top, all_of_them = (1 << bits) - 1, len(_WIDENED)
-    count = all_of_them if columns <= NARROW else _for_columns(_WIDENED_COUNTS, columns)
-    widened = np.array(_WIDENED[:count])[:, None]
+    count = len(_WIDENED) if columns <= NARROW else _for_columns(_WIDENED_COUNTS, columns)
+    top, widened = (1 << bits) - 1, np.array(_WIDENED[:count])[:, None]
     outside = np.maximum(2 * np.abs(SHIFTS[:, 0]) - 1 - widened, 0)
     return np.concatenate([(top - widened) / top, widened / 2, outside], axis=1).astype(np.float32)
 
