@@ -22,7 +22,7 @@ from checkrun_format.quantize.minmax import minmax, symmetric
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized, nan_rows
 from checkrun_format.quantize.refine import refine
 from checkrun_format.quantize.torch_compat import ADDED, narrow_reach, torch_compat
-from checkrun_format.quantize.trials import moves
+from checkrun_format.quantize.trials import trials
 
 Mask = npt.NDArray[np.bool_]
 
@@ -182,7 +182,7 @@ class _Job:
         """What `kernels.search_rows` has to know."""
         if self.method.name == "greedy":
             return np.array(steps_of(self.bits, self.method.num_bins or 0, self.method.ratio or 0.0), np.float32)
-        return moves(self.bits, self.values.shape[1]).reshape(-1)
+        return trials(self.bits, self.values.shape[1]).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from checkrun_format.packing import U8
 from checkrun_format.quantize.decode import F32
 from checkrun_format.quantize.record import Array
-from checkrun_format.quantize.search import searched, squared_error
+from checkrun_format.quantize.search import Found, searched, squared_error
 
 
 def greedy(
@@ -37,7 +37,7 @@ def steps_of(bits: int, num_bins: int, ratio: float) -> tuple[np.float32, int]:
     return np.float32(((1 << bits) - 1) / num_bins), min(int(num_bins * ratio + 1e-9), num_bins - 1)
 
 
-def _find(columns: F32, top: np.float32, *, step: np.float32, count: int) -> tuple[F32, F32, F32]:
+def _find(columns: F32, top: np.float32, *, step: np.float32, count: int) -> Found:
     low = np.zeros(columns.shape[1], np.float32)
     high = np.full_like(low, top)
     best_low, best_width = low, np.ones_like(low)
@@ -53,4 +53,4 @@ def _find(columns: F32, top: np.float32, *, step: np.float32, count: int) -> tup
         best = np.where(less, error, best)
         best_low = np.where(less, low, best_low)
         best_width = np.where(less, (high - low) / top, best_width)
-    return best_low, best_width, best
+    return best_low, best_width, best, best_low

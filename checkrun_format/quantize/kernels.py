@@ -8,6 +8,8 @@ nothing is contracted to a fused multiply-add (DEC-1) nor summed in another orde
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +18,12 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from checkrun_format.quantize import lanes
+from checkrun_format import packing
+from checkrun_format.quantize import decoding, lanes, lines, stored, trials, vectors
 from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen_rows
 from checkrun_format.quantize.lanes import LANES
-from checkrun_format.quantize.trials import NARROWEST, RISK
+from checkrun_format.quantize.stored import pack_rows, store, stored_biases, stored_scales
+from checkrun_format.quantize.trials import MOVING_BITS, NARROWEST, SHIFTS, risk
 from checkrun_format.quantize.vectors import (
     HAS_HALVES,
     ROWS,
@@ -59,13 +63,26 @@ def compiled_as(function: Callable[..., Any], signatures: Sequence[tuple[Any, ..
     """A function compiled for these types, by way of the cache on disk where there is room for one."""
     options = {"nogil": True, "error_model": "numpy"}
     try:
+        function.__qualname__ = f"{function.__name__}_{_digest()}"  # by which numba finds it in the cache
         return numba.njit(list(signatures), cache=True, **options)(function)
     except (OSError, RuntimeError):  # no folder for the cache, or none that can be written
         return numba.njit(list(signatures), **options)(function)
 
 
-lanes_greedy, lanes_refine, lanes_squared_error = lanes.greedy, lanes.refine, lanes.squared_error
-lanes_refine_by_rests, lanes_normalize = lanes.refine_by_rests, lanes.normalize
+@functools.cache
+def _digest() -> str:
+    """Of what the kernels are made of besides their own module, which is all that numba looks at for changes."""
+    texts = [inspect.getsource(module) for module in (decoding, lanes, lines, packing, stored, trials, vectors)]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+
+
+lanes_greedy, lanes_moves, lanes_squared_error = lanes.greedy, lanes.moves, lanes.squared_error
+lanes_waves, lanes_normalize = lanes.waves, lanes.normalize
+
+_RANGE = 2 + len(SHIFTS)
+"""Numbers of a trial above 4 bits."""
+
+_RISKS = tuple(float(risk(bits)) for bits in range(1, 9))
 
 
 def reads_halves(columns: int, brain: bool) -> bool:  # noqa: FBT001
@@ -105,7 +122,8 @@ def measure_rows(flat, halves, brain, columns, bits, symmetric, half, low, high,
         b = largest if symmetric else b
         first[r] = F64(a)
         step[r] = (F64(b) - F64(a)) / steps
-    _stored(step, first, half, scale, bias)
+    stored_scales(step, half, scale)
+    stored_biases(first, half, bias)
     top = F64((1 << bits) - 1)
     for r in range(exact.size):
         reached = _reach(F64(low[r]), F64(high[r]), F64(scale[r]), F64(bias[r]), top)
@@ -137,7 +155,7 @@ def write_rows(
     top, rows = F32((1 << bits) - 1), exact.size
     _inexpressible(low, high, negative, scale, bias, top, F32(cast[3]), exact)
     bound = _bound(low, high, scale, bias, F64(top), cast, exact)
-    _store(scale, bias, exact, pairs, singles)
+    store(scale, bias, exact, pairs, singles)
     if bits == 8:
         _codes(flat, halves, brain, 0, columns, scale, bias, top, codes, columns)
         return bound
@@ -149,7 +167,7 @@ def write_rows(
         count = min(size, rows - start)
         stop = start + count
         _codes(flat, halves, brain, start, columns, scale[start:stop], bias[start:stop], top, buffer, stride)
-        _pack(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
+        pack_rows(buffer, stride, count, columns, bits, codes[start * width : stop * width], width)
     return bound
 
 
@@ -208,28 +226,6 @@ def _singles(halves, start, count, brain, out, begin):
 
 
 @register_jitable
-def _stored(scales, biases, half, scale, bias):
-    """`stored_pairs`."""
-    rows = scales.size
-    rounded = np.empty(rows, F64)
-    if half:
-        _to_halves(scales, rounded)
-        for r in range(rows):
-            scale[r] = F32(rounded[r])
-        _to_halves(biases, rounded)
-        for r in range(rows):
-            bias[r] = F32(rounded[r])
-    else:
-        bits, short = scales.view(U64), rounded.view(U64)
-        for r in range(rows):
-            b = bits[r]
-            short[r] = (b + U64((1 << 36) - 1) + ((b >> U64(37)) & U64(1))) & U64(0xFFFFFFE000000000)
-        for r in range(rows):
-            scale[r] = F32(rounded[r])
-            bias[r] = F32(biases[r])
-
-
-@register_jitable
 def _reach(low, high, scale, bias, top):
     below, above = bias - low, high - (bias + scale * top)
     farthest = 0.5 * scale
@@ -237,107 +233,87 @@ def _reach(low, high, scale, bias, top):
     return above if above > farthest else farthest
 
 
-@register_jitable
-def _to_halves(values, out):
-    """Round float64 to the nearest float16, ties to even; what is beyond the largest becomes infinite."""
-    rounded = np.empty(values.size, F64)
-    given, bits = values.view(U64), rounded.view(U64)
-    for r in range(values.size):
-        b = given[r] & U64(0x7FFFFFFFFFFFFFFF)
-        bits[r] = (b + U64((1 << 41) - 1) + ((b >> U64(42)) & U64(1))) & U64(0xFFFFFC0000000000)
-    for r in range(values.size):
-        v = values[r]
-        small = (abs(v) + 402653184.0) - 402653184.0  # 1.5 * 2^28: doubles there are 2^-24 apart
-        magnitude = small if abs(v) < 2.0**-14 else rounded[r]
-        magnitude = np.inf if magnitude > 65504.0 else magnitude
-        out[r] = -magnitude if v < 0 else magnitude
-
-
 def search_rows(flat, halves, brain, columns, bits, half, greedily, options, low, high, scale, bias, exact):
     """`refine` or `greedy`: better scale and bias for those rows where it finds them; many rows at a time.
 
-    Parameters are those of `measure_rows`, and `options`: for `refine` pairs of shift and factor; for `greedy` the
-    step and the number of steps.
+    Parameters are those of `measure_rows`, and `options`: for `refine` the trials, for `greedy` the step and the number
+    of steps.
     """
     rows, top = exact.size, F32((1 << bits) - 1)
-    values, found = np.empty(columns * LANES, F32), np.empty(3 * LANES, F32)
-    origin, width, inverse = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, F32)
-    error = np.empty(rows, F32)
-    for r in range(rows):
-        inverse[r] = F32(top / F32(high[r] - low[r]))
-    these = np.empty(LANES, np.int64)
-    for start in range(0, rows, LANES):
-        count = min(LANES, rows - start)
+    padded = (rows + LANES - 1) // LANES * LANES
+    values, wide = np.empty(columns * LANES, F32), np.empty(columns * LANES if halves.size else 0, F32)
+    first, inverse, starts = np.empty(padded, F32), np.empty(padded, F32), np.empty(LANES, np.int64)
+    found = np.empty(4 * padded, F32)
+    for r in range(padded):
+        n = min(r, rows - 1)
+        first[r] = low[n]
+        inverse[r] = F32(top / F32(high[n] - low[n]))
+    for start in range(0, padded, LANES):
         for l in range(LANES):
-            these[l] = min(start + l, rows - 1)
-        _normalize(flat, halves, brain, columns, these, low, inverse, values)
+            starts[l] = min(start + l, rows - 1) * columns
+        _normalize(flat, halves, brain, columns, starts, first[start:], inverse[start:], wide, values)
         if greedily:
-            lanes_greedy(values, columns, top, options, np.int64(options[1]), found)
-        elif bits <= 4:
-            lanes_refine(values, columns, top, options, options.size // 2, found)
+            lanes_greedy(values, columns, top, options, np.int64(options[1]), found[start:], padded)
+        elif bits <= MOVING_BITS:
+            lanes_moves(values, columns, top, options, options.size // 2, found[start:], padded)
         else:
-            lanes_refine_by_rests(values, columns, top, options, options.size // 2, found)
-        for l in range(count):
-            origin[start + l] = found[l]
-            width[start + l] = found[LANES + l]
-            error[start + l] = found[2 * LANES + l]
+            lanes_waves(values, columns, top, options, options.size // _RANGE, found[start:], padded)
+    origin, width, error, pivot = found[:rows], found[padded:], found[2 * padded :], found[3 * padded :]
     scales, biases = np.empty(rows, F64), np.empty(rows, F64)
-    for r in range(rows):
-        step = (F64(high[r]) - F64(low[r])) / F64(top)
-        scales[r] = F64(width[r]) * step
-        biases[r] = F64(low[r]) + F64(origin[r]) * step
     new_scale, new_bias, better = np.empty(rows, F32), np.empty(rows, F32), np.empty(rows, U8)
-    _stored(scales, biases, half, new_scale, new_bias)
+    for r in range(rows):
+        scales[r] = F64(width[r]) * ((F64(high[r]) - F64(low[r])) / F64(top))
+    stored_scales(scales, half, new_scale)
+    for r in range(rows):
+        turned = F64(new_scale[r]) / scales[r]
+        origin[r] = F32(F64(pivot[r]) + F64(F32(origin[r] - pivot[r])) * turned)
+        biases[r] = F64(low[r]) + F64(origin[r]) * ((F64(high[r]) - F64(low[r])) / F64(top))
+    stored_biases(biases, half, new_bias)
     for r in range(rows):
         new_bias[r] = F32(0) if (low[r] >= 0) & (new_bias[r] <= 0) else new_bias[r]
-    risks = 0
+    risks, share = 0, F32(_RISKS[bits - 1])
     for r in range(rows):
         s, b = F32(new_scale[r] * inverse[r]), F32(F32(new_bias[r] - low[r]) * inverse[r])
         moved = F32(abs(F32(b - origin[r])) + F32(top * abs(F32(s - width[r]))))
         fits = (exact[r] == 0) & (F32(high[r] - low[r]) > NARROWEST) & (width[r] > 0)
         better[r] = (
-            U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) <= F32(RISK * error[r]) else U8(2)
+            U8(0) if not fits else U8(1) if F32(F32(moved * moved) * F32(columns)) < F32(share * error[r]) else U8(2)
         )
         risks += better[r] == 2
     if risks:
-        _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values)
+        _compare(
+            flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, wide, values
+        )
     for r in range(rows):
         scale[r] = new_scale[r] if better[r] else scale[r]
         bias[r] = new_bias[r] if better[r] else bias[r]
 
 
 @register_jitable
-def _normalize(flat, halves, brain, columns, these, low, inverse, values):
-    """LANES rows to lanes, in steps of `minmax`."""
-    given, starts = np.empty(2 * LANES, F32), np.empty(LANES, np.int64)
-    wide = np.empty(LANES * columns if halves.size else 0, F32)
-    for l in range(LANES):
-        r = these[l]
-        starts[l] = r * columns
-        given[l] = low[r]
-        given[LANES + l] = inverse[r]
-        if halves.size:
+def _normalize(flat, halves, brain, columns, starts, low, inverse, wide, values):
+    """LANES rows, from `starts` on, to lanes, in steps of `minmax`; `starts` of rows of 16 bits are used up."""
+    if halves.size:
+        for l in range(LANES):
+            _singles(halves, starts[l], columns, brain, wide, l * columns)
             starts[l] = l * columns
-            _singles(halves, r * columns, columns, brain, wide, l * columns)
     for begin in range(0, LANES, ROWS):
-        part = values[begin * columns : (begin + ROWS) * columns]
+        part = values[begin * columns :]
         if halves.size:
-            lanes_normalize(wide, starts[begin:], columns, given[begin:], part)
-            continue
-        if columns >= ROWS:
-            lanes_normalize(flat, starts[begin:], columns, given[begin:], part)
-            continue
-        for j in range(columns):
-            for l in range(ROWS):
-                n = begin + l
-                part[j * ROWS + l] = F32(F32(flat[starts[n] + j] - given[n]) * given[LANES + n])
+            lanes_normalize(wide, starts[begin:], columns, low[begin:], inverse[begin:], part)
+        elif columns >= ROWS:
+            lanes_normalize(flat, starts[begin:], columns, low[begin:], inverse[begin:], part)
+        else:
+            for j in range(columns):
+                for l in range(ROWS):
+                    n = begin + l
+                    part[j * ROWS + l] = F32(F32(flat[starts[n] + j] - low[n]) * inverse[n])
 
 
 @register_jitable
-def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, values):
+def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_scale, new_bias, better, wide, values):
     """Where `better` is 2, whether the new scale and bias have at most the squared error of the old."""
-    given, errors = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
-    these = np.empty(LANES, np.int64)
+    given, errors, ends = np.empty(2 * LANES, F32), np.empty(2 * LANES, F32), np.empty(2 * LANES, F32)
+    these, starts = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
     count = 0
     for r in range(better.size):
         if better[r] == 2:
@@ -345,15 +321,17 @@ def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_s
             count += 1
         if count == 0 or (count < LANES and r < better.size - 1):
             continue
-        for l in range(count, LANES):
-            these[l] = these[0]
-        _normalize(flat, halves, brain, columns, these, low, inverse, values)
+        for l in range(LANES):
+            n = these[l if l < count else 0]
+            starts[l] = n * columns
+            ends[l], ends[LANES + l] = low[n], inverse[n]
+        _normalize(flat, halves, brain, columns, starts, ends, ends[LANES:], wide, values)
         for which in range(2):
             for l in range(LANES):
-                n = these[l]
+                n = these[l if l < count else 0]
                 given[l] = F32(F32((new_bias[n] if which else bias[n]) - low[n]) * inverse[n])
                 given[LANES + l] = F32((new_scale[n] if which else scale[n]) * inverse[n])
-            lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :])
+            lanes_squared_error(values, columns, top, given, 0, errors[which * LANES :], LANES)
         for l in range(count):
             better[these[l]] = U8(errors[LANES + l] <= errors[l])
         count = 0
@@ -392,36 +370,6 @@ def _bound(low, high, scale, bias, top, cast, exact):
 
 
 @register_jitable
-def _store(scale, bias, exact, halves, singles):
-    """Store pairs of scale and bias, NaN in exact rows; what is left of them gives codes 0 there, and at scale 0."""
-    if halves.size:
-        for r in range(exact.size):
-            halves[r] = U32(0x7E007E00) if exact[r] else U32(0)
-        _add_halves(scale, exact, halves, U32(0))
-        _add_halves(bias, exact, halves, U32(16))
-    else:
-        low, high = scale.view(U32), bias.view(U32)
-        for r in range(exact.size):
-            pair = U64(low[r]) | (U64(high[r]) << U64(32))
-            singles[r] = U64(0x7FC000007FC00000) if exact[r] else pair
-    for r in range(exact.size):
-        bias[r] = F32(0) if exact[r] else bias[r]
-        scale[r] = F32(np.inf) if (exact[r] != 0) | (scale[r] == 0) else scale[r]
-
-
-@register_jitable
-def _add_halves(values, exact, pairs, shift):
-    """The bits of float32 values that are float16."""
-    bits = values.view(U32)
-    for r in range(exact.size):
-        m = U32(bits[r] & U32(0x7FFFFFFF))
-        small = U32(I32(F32(abs(values[r]) * F32(16777216))))
-        h = small if m < U32(0x38800000) else U32(U32(m >> U32(13)) - U32(112 << 10))
-        h = U32(h | U32(U32(bits[r] >> U32(16)) & U32(0x8000)))
-        pairs[r] = U32(pairs[r] | (U32(0) if exact[r] else U32(h << shift)))
-
-
-@register_jitable
 def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
     """The codes of rows from `first` on, as many as there are scales."""
     if columns >= ROWS:
@@ -443,65 +391,6 @@ def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
             t = t if t > F32(0) else F32(0)
             t = t if t < top else top
             line[j] = U8(I32(np.rint(t)))
-
-
-@register_jitable
-def _pack(codes, stride, rows, columns, bits, out, width):
-    """`pack` of rows that lie `stride` apart, with zeros up to a whole word."""
-    if bits == 4:
-        pairs = codes[: rows * stride].view(U16)
-        for n in range(out.size):
-            w = pairs[n]
-            out[n] = U8(w | U16(w >> U16(4)))
-    elif bits == 2:
-        fours = codes[: rows * stride].view(U32)
-        for n in range(out.size):
-            w = fours[n]
-            out[n] = U8(w | U32(w >> U32(6)) | U32(w >> U32(12)) | U32(w >> U32(18)))
-    elif bits == 1:
-        eights = codes[: rows * stride].view(U64)
-        for n in range(out.size):
-            w = eights[n]
-            w |= w >> U64(7)
-            w |= w >> U64(14)
-            out[n] = U8(w | (w >> U64(28)))
-    else:
-        words = codes[: rows * stride].view(U64)
-        per_row = stride // 8
-        if columns % 8 == 0:
-            _pack_words(words, bits, out)
-        else:
-            for r in range(rows):
-                _pack_words(words[r * per_row : (r + 1) * per_row], bits, out[r * width : (r + 1) * width])
-
-
-@register_jitable
-def _pack_words(words, bits, out):
-    b, size = U64(bits), U64(bits)
-    whole = U64(out.size) // size
-    for g in range(whole):
-        w, o = _folded(words[g], b), U64(g) * size
-        out[o] = U8(w)
-        out[o + U64(1)] = U8(w >> U64(8))
-        out[o + U64(2)] = U8(w >> U64(16))
-        if bits > 3:
-            out[o + U64(3)] = U8(w >> U64(24))
-            out[o + U64(4)] = U8(w >> U64(32))
-        if bits > 5:
-            out[o + U64(5)] = U8(w >> U64(40))
-        if bits > 6:
-            out[o + U64(6)] = U8(w >> U64(48))
-    if whole < U64(words.size):
-        w, part = _folded(words[whole], b), out[whole * size :]
-        for k in range(part.size):
-            part[k] = U8(w >> U64(8 * k))
-
-
-@register_jitable
-def _folded(w, b):
-    w = (w & U64(0x00FF00FF00FF00FF)) | (((w >> U64(8)) & U64(0x00FF00FF00FF00FF)) << b)
-    w = (w & U64(0x0000FFFF0000FFFF)) | (((w >> U64(16)) & U64(0x0000FFFF0000FFFF)) << (b + b))
-    return (w & U64(0x00000000FFFFFFFF)) | ((w >> U64(32)) << (b + b + b + b))
 
 
 _SIGNATURES: dict[Callable[..., Any], tuple[Any, ...]] = {

@@ -4,15 +4,12 @@ Sums over the columns of a row must not be reordered, so it is rows that are com
 the sums of such loops in memory; written as vectors of LLVM they stay in registers, which is twice as fast and
 compiles several times faster. LLVM splits vectors that are wider than the machine's, on any machine. The formulas are
 those of `refine` and `greedy`, which explain them; what is fused there is fused here, and nothing else.
-
-numba keeps what it compiled until kernels.py changes: touch that file after a change in this one, or in `trials`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -20,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from checkrun_format.quantize.trials import COSINE, LEVEL, SHIFTS, SINE
 from checkrun_format.quantize.vectors import ROWS
 
 LANES = 2 * ROWS
@@ -122,6 +120,12 @@ class _Rows:
         zeros = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
         return _Vector(self.builder, self.builder.shuffle_vector(first, _UNDEFINED, zeros))
 
+    def options(self, data: Any, index: Any, count: int) -> list[_Vector]:
+        """So many numbers, those of a trial."""
+        b = self.builder
+        first = b.gep(data, [b.mul(index, ir.Constant(_INDEX, count))])
+        return [self.everywhere(b.load(b.gep(first, [ir.Constant(_INDEX, n)]))) for n in range(count)]
+
     def count(self) -> _Vector:
         return self.everywhere(self.builder.sitofp(self.columns, _FLOAT))
 
@@ -156,59 +160,108 @@ class _Rows:
         return self.fold(body, 1)[0]
 
 
-def _refine(rows: _Rows, options: Any, moves: Any, *, by_rests: bool) -> Sequence[_Vector]:
-    b, top, part = rows.builder, rows.top, rows.count().reciprocal()
+@dataclass(slots=True)
+class _Best:
+    """The best origin, width and error so far."""
 
-    def option(index: Any) -> _Vector:
-        return rows.everywhere(b.load(b.gep(options, [index])))
+    origin: _Variable
+    width: _Variable
+    error: _Variable
 
-    if by_rests:
-        (total,) = rows.fold(lambda value, sums: [sums[0] + value], 1)
-    else:
-        total, squares = rows.fold(lambda value, sums: [sums[0] + value, value.times_plus(value, sums[1])], 2)
-    mean = total * part
-    origin, width, best = (_Variable.of(rows.constant(start)) for start in (0.0, 1.0, float("inf")))
+    @classmethod
+    def of(cls, rows: _Rows) -> _Best:
+        """The full range, worse than any."""
+        return cls(*(_Variable.of(rows.constant(start)) for start in (0.0, 1.0, float("inf"))))
 
-    def attempt(start: _Vector, size: _Vector) -> None:
-        inverse = size.reciprocal()
-        shift = rows.constant(0.0) - start * inverse
+    def offer(self, *found: _Vector) -> None:
+        less = found[2].less(self.error.get())
+        for variable, vector in zip((self.origin, self.width, self.error), found, strict=True):
+            variable.set(vector.where(less, variable.get()))
 
-        def body(value: _Vector, sums: list[_Vector]) -> Sequence[_Vector]:
-            code = rows.codes(value.times_plus(inverse, shift))
-            told = [sums[0] + code, code.times_plus(code, sums[1])]
-            if by_rests:
-                rest = value - code
-                return [*told, rest.times_plus(code, sums[2]), rest.times_plus(rest, sums[3])]
-            return [*told, value.times_plus(code, sums[2])]
 
-        codes, codes_squared, products, *squared = rows.fold(body, 4 if by_rests else 3)
-        mean_code = codes * part
-        variance = codes_squared - codes * mean_code
-        others = total - codes if by_rests else total
-        covariance = products - others * mean_code
-        varied = rows.constant(0.0).less(variance)
-        slope = (covariance / variance).where(varied, 0.0)
-        error = (squared[0] if by_rests else squares) - others * (others * part) - covariance * slope
-        fitted = (rows.constant(1.0) + slope if by_rests else slope).where(varied, size)
-        less = error.less(best.get())
-        best.set(error.where(less, best.get()))
-        origin.set((mean - fitted * mean_code).where(less, origin.get()))
-        width.set(fitted.where(less, width.get()))
+def _moves(rows: _Rows, options: Any, count: Any) -> Sequence[_Vector]:
+    total, squares = rows.fold(lambda value, sums: [sums[0] + value, value.times_plus(value, sums[1])], 2)
+    best = _Best.of(rows)
+    best.offer(*_regressed(rows, total, squares, best.origin.get(), best.width.get()))
+    with cgutils.for_range(rows.builder, count) as loop:
+        shift, factor = rows.options(options, loop.index, 2)
+        width = best.width.get()
+        best.offer(*_regressed(rows, total, squares, best.origin.get() + shift * (rows.top * width), width * factor))
+    return best.origin.get(), best.width.get(), best.error.get(), total * rows.count().reciprocal()
 
-    attempt(origin.get(), width.get())
-    with cgutils.for_range(b, moves) as loop:
-        at = b.shl(loop.index, ir.Constant(_INDEX, 1))
-        shift, factor = option(at), option(b.add(at, ir.Constant(_INDEX, 1)))
-        attempt(origin.get() + shift * (top * width.get()), width.get() * factor)
-    return origin.get(), width.get(), best.get()
+
+def _waves(rows: _Rows, options: Any, count: Any) -> Sequence[_Vector]:
+    (total,) = rows.fold(lambda value, sums: [sums[0] + value], 1)
+    best = _Best.of(rows)
+    with cgutils.for_range(rows.builder, count) as loop:
+        best.offer(*_wave(rows, *rows.options(options, loop.index, 2 + len(SHIFTS))))
+    best.error.set(rows.constant(float("inf")))
+    for _ in range(2):
+        best.offer(*_regressed(rows, total, None, best.origin.get(), best.width.get()))
+    return best.origin.get(), best.width.get(), best.error.get(), total * rows.count().reciprocal()
+
+
+def _regressed(
+    rows: _Rows, total: _Vector, squares: _Vector | None, start: _Vector, size: _Vector
+) -> tuple[_Vector, _Vector, _Vector]:
+    part, inverse = rows.count().reciprocal(), size.reciprocal()
+    shift = rows.constant(0.0) - start * inverse
+
+    def body(value: _Vector, sums: list[_Vector]) -> Sequence[_Vector]:
+        code = rows.codes(value.times_plus(inverse, shift))
+        told = [sums[0] + code, code.times_plus(code, sums[1])]
+        if squares is None:
+            rest = value - code
+            return [*told, rest.times_plus(code, sums[2]), rest.times_plus(rest, sums[3])]
+        return [*told, value.times_plus(code, sums[2])]
+
+    codes, codes_squared, products, *squared = rows.fold(body, 4 if squares is None else 3)
+    mean_code = codes * part
+    variance = codes_squared - codes * mean_code
+    others = total - codes if squares is None else total
+    covariance = products - others * mean_code
+    varied = rows.constant(0.0).less(variance)
+    slope = (covariance / variance).where(varied, 0.0)
+    error = (squared[0] if squares is None else squares) - others * (others * part) - covariance * slope
+    fitted = (rows.constant(1.0) + slope if squares is None else slope).where(varied, size)
+    return total * part - fitted * mean_code, fitted, error
+
+
+def _wave(rows: _Rows, inverse: _Vector, middle: _Vector, *outside: _Vector) -> tuple[_Vector, _Vector, _Vector]:
+    def body(value: _Vector, sums: list[_Vector]) -> Sequence[_Vector]:
+        step = value.times_plus(inverse, middle)
+        rest = step - step.called("rint")
+        square = rest * rest
+        cosine, sine = (
+            square.times_plus(rows.constant(float(third)), rows.constant(float(second)))
+            .times_plus(square, rows.constant(float(first)))
+            for first, second, third in (COSINE, SINE)
+        )  # fmt: skip
+        sine = sine * rest
+        return (
+            sums[0] + cosine, sums[1] + sine, cosine.times_plus(cosine, sums[2]), sine.times_plus(cosine, sums[3]),
+        )  # fmt: skip
+
+    cosines, sines, squares, products = rows.fold(body, 4)
+    squares = squares - rows.count() * 0.5
+    least, best = rows.constant(float("inf")), rows.constant(0.0)
+    for (shift, *factors), cut in zip(SHIFTS.tolist(), outside, strict=True):
+        error = cut
+        for factor, amount in zip(factors, (products, squares, sines, cosines), strict=True):
+            error = amount.times_plus(rows.constant(factor), error)
+        less = error.less(least)
+        least, best = error.where(less, least), rows.constant(shift).where(less, best)
+    width = inverse.reciprocal()
+    expected = (least + rows.count() * float(LEVEL)) * (width * width)
+    return rows.constant(0.0) - (best + middle) * width, width, expected
 
 
 def _greedy(rows: _Rows, options: Any, steps: Any) -> Sequence[_Vector]:
     b, top = rows.builder, rows.top
     step = rows.everywhere(b.load(options))
     low, high = _Variable.of(rows.constant(0.0)), _Variable.of(top)
-    best_low, best_width = _Variable.of(rows.constant(0.0)), _Variable.of(rows.constant(1.0))
-    best = _Variable.of(rows.squared_error(best_low.get(), best_width.get()))
+    best = _Best.of(rows)
+    best.error.set(rows.squared_error(best.origin.get(), best.width.get()))
     with cgutils.for_range(b, steps):
         raised, lowered = low.get() + step, high.get() - step
         without_low = rows.squared_error(raised, (high.get() - raised) / top)
@@ -216,22 +269,18 @@ def _greedy(rows: _Rows, options: Any, steps: Any) -> Sequence[_Vector]:
         up = without_low.less(without_high)
         low.set(raised.where(up, low.get()))
         high.set(_Vector(b, b.select(up, high.get().value, lowered.value)))
-        error = without_low.where(up, without_high)
-        less = error.less(best.get())
-        best.set(error.where(less, best.get()))
-        best_low.set(low.get().where(less, best_low.get()))
-        best_width.set(((high.get() - low.get()) / top).where(less, best_width.get()))
-    return best_low.get(), best_width.get(), best.get()
+        best.offer(low.get(), (high.get() - low.get()) / top, without_low.where(up, without_high))
+    return best.origin.get(), best.width.get(), best.error.get(), best.origin.get()
 
 
 def _search(find: Callable[[_Rows, Any, Any], Sequence[_Vector]]) -> Any:
-    """A function `f(values, columns, top, options, count, found)`.
+    """A function `f(values, columns, top, options, count, found, apart)`.
 
     `values` is a float32 array (columns * LANES,), `options` one of what `find` takes from it, `count` the number of
-    its moves; `found` (3 * LANES,) receives origin and width of a step, and the squared error.
+    its trials or steps; `found` receives what it finds, LANES numbers each, so far `apart`.
     """
 
-    def search(_: Any, values: Any, columns: Any, top: Any, options: Any, count: Any, found: Any) -> Any:
+    def search(_: Any, values: Any, columns: Any, top: Any, options: Any, count: Any, found: Any, apart: Any) -> Any:  # noqa: PLR0917
         def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
             def data(index: int, kind: Any = _VECTOR) -> Any:
                 array = context.make_array(signature.args[index])(context, builder, arguments[index])
@@ -240,17 +289,18 @@ def _search(find: Callable[[_Rows, Any, Any], Sequence[_Vector]]) -> Any:
             rows = _Rows(builder, data(0, _HALF), arguments[1], _Vector(builder, _UNDEFINED))
             rows = _Rows(builder, data(0, _HALF), arguments[1], rows.everywhere(arguments[2]))
             for index, vector in enumerate(find(rows, data(3, _FLOAT), arguments[4])):
-                place = builder.gep(data(5), [ir.Constant(_INDEX, index)])
+                at = builder.mul(arguments[6], ir.Constant(_INDEX, index))
+                place = builder.bitcast(builder.gep(data(5, _FLOAT), [at]), _VECTOR.as_pointer())
                 builder.store(vector.value, place, align=4)
             return context.get_dummy_value()
 
-        return types.void(values, columns, top, options, count, found), generate
+        return types.void(values, columns, top, options, count, found, apart), generate
 
     return intrinsic(search)
 
 
-refine = _search(partial(_refine, by_rests=False))
-refine_by_rests = _search(partial(_refine, by_rests=True))
+moves = _search(_moves)
+waves = _search(_waves)
 greedy = _search(_greedy)
 squared_error = _search(lambda rows, options, count: _given_error(rows, options))
 
@@ -266,11 +316,10 @@ def _given_error(rows: _Rows, options: Any) -> Sequence[_Vector]:
 
 
 @intrinsic
-def normalize(_: Any, flat: Any, starts: Any, columns: Any, given: Any, values: Any) -> Any:
+def normalize(_: Any, flat: Any, starts: Any, columns: Any, low: Any, inverse: Any, values: Any) -> Any:
     """ROWS rows of at least ROWS columns, each of which begins at its entry of `starts`: (x - low) * inverse.
 
-    `given` holds low ends and, LANES further on, inverses; `values` receives column after column. The last columns are
-    dealt with twice where ROWS does not divide their number.
+    `values` receives column after column. The last ones are dealt with twice where ROWS does not divide their number.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -280,10 +329,8 @@ def normalize(_: Any, flat: Any, starts: Any, columns: Any, given: Any, values: 
         def vectors(pointer: Any) -> Any:
             return builder.bitcast(pointer, _HALF.as_pointer())
 
-        source, target = data(0), vectors(data(4))
-        low, inverse = (
-            builder.load(builder.gep(vectors(data(3)), [ir.Constant(_INDEX, index)]), align=4) for index in (0, 2)
-        )
+        source, target = data(0), vectors(data(5))
+        low_ends, inverses = (builder.load(vectors(data(index)), align=4) for index in (3, 4))
         places = [builder.load(builder.gep(data(1), [ir.Constant(_INDEX, row)])) for row in range(ROWS)]
         lanes = ir.Constant(_INDEX, ROWS)
         blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), lanes)
@@ -296,10 +343,10 @@ def normalize(_: Any, flat: Any, starts: Any, columns: Any, given: Any, values: 
             ]
             for index, vector in enumerate(_transposed(builder, rows)):
                 place = builder.gep(target, [builder.add(column, ir.Constant(_INDEX, index))])
-                builder.store(builder.fmul(builder.fsub(vector, low), inverse), place, align=4)
+                builder.store(builder.fmul(builder.fsub(vector, low_ends), inverses), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(flat, starts, columns, given, values), generate
+    return types.void(flat, starts, columns, low, inverse, values), generate
 
 
 def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:

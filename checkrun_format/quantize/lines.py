@@ -3,8 +3,6 @@
 A row that is put somewhere into a large array begins in lines that are in no cache. An ordinary store first reads such
 a line from memory, and prefetching reads its neighbours too: scattering rows takes three times as long as writing them
 in order. A non-temporal store of a whole line does neither.
-
-numba keeps what it compiled until the file of the kernel changes: touch decoding.py after a change in this one.
 """
 
 from __future__ import annotations

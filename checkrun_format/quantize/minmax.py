@@ -72,12 +72,9 @@ def span(low: F32, high: F32, bits: int, qparams_dtype: str) -> tuple[Array, npt
     return _span((low, high), (low, high), (1 << bits) - 1, bits, qparams_dtype)
 
 
-def stored_pairs(scale: F64, bias: F64, qparams_dtype: str) -> Array:
-    """Scale and bias, each rounded to the qparams' dtype; a float32 scale to 16 significant bits (DEC-4)."""
-    qparams = np.empty((len(scale), 2), qparams_dtype)
-    qparams[:, 0] = scale if qparams_dtype == "float16" else _shortened(scale)
-    qparams[:, 1] = bias
-    return qparams
+def stored_scale(scale: F64, qparams_dtype: str) -> F64:
+    """Rounded to the qparams' dtype; float32 to 16 significant bits (DEC-4)."""
+    return scale.astype(np.float16).astype(np.float64) if qparams_dtype == "float16" else _shortened(scale)
 
 
 def _span(
@@ -85,7 +82,8 @@ def _span(
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
     first, last = ends
     step = (last.astype(np.float64) - first) / steps
-    qparams = stored_pairs(step, first.astype(np.float64), qparams_dtype)
+    qparams = np.empty((len(step), 2), qparams_dtype)
+    qparams[:, 0], qparams[:, 1] = stored_scale(step, qparams_dtype), first
     return qparams, ~(reach(*extremes, qparams, bits) <= TOLERANCE * step)
 
 

@@ -9,14 +9,17 @@ import numpy.typing as npt
 
 from checkrun_format.packing import U8
 from checkrun_format.quantize.decode import F32, nearest_codes
-from checkrun_format.quantize.minmax import span, stored_pairs
+from checkrun_format.quantize.minmax import span, stored_scale
 from checkrun_format.quantize.record import Array
-from checkrun_format.quantize.trials import NARROWEST, RISK
+from checkrun_format.quantize.trials import NARROWEST, risk
 
-Search = Callable[[F32, np.float32], tuple[F32, F32, F32]]
-"""From columns (c, n) in steps of `minmax`, and 2^bits - 1, to origin, width and squared error (n,).
+Found = tuple[F32, F32, F32, F32]
+"""Origin, width, squared error and pivot, each (n,), in steps of `minmax`.
 
-A code means origin + code * width."""
+A code means origin + code * width. When the width is rounded, the pivot keeps its place."""
+
+Search = Callable[[F32, np.float32], Found]
+"""From columns (c, n) in steps of `minmax`, and 2^bits - 1."""
 
 
 def searched(
@@ -25,24 +28,28 @@ def searched(
     """Encode rows with the scale and bias that `search` finds; parameters and results are those of `minmax`.
 
     Computed in float32, in steps of `minmax` from `low` on, with sums over the columns from left to right. Exact are
-    the rows that `minmax` would keep exact. Rows of a range below 2^-100 are as `minmax` has them. Where rounding the
-    qparams may add more than a fiftieth to the squared error, the row gets the better of both; so the squared error of
-    a row is never more than slightly above that of `minmax`. A row without negative values decodes to such a row.
+    the rows that `minmax` would keep exact. Rows of a range below 2^-100 are as `minmax` has them. The scale is rounded
+    first, then the bias that fits it. Where that may add more than a fiftieth to the squared error, and above 4 bits
+    always, the row gets the better of both; so the squared error of a row is never more than slightly above that of
+    `minmax`. A row without negative values decodes to such a row.
     """
     qparams, exact = span(low, high, bits, qparams_dtype)
     top = np.float32((1 << bits) - 1)
     inverse = top / (high - low)
     columns = np.ascontiguousarray(((values - low[:, None]) * inverse[:, None]).T)
-    origin, width, error = search(columns, top)
+    origin, width, error, pivot = search(columns, top)
     step = (high.astype(np.float64) - low) / ((1 << bits) - 1)
-    found = stored_pairs(width * step, low + origin * step, qparams_dtype)
+    found = np.empty_like(qparams)
+    found[:, 0] = stored_scale(width * step, qparams_dtype)
+    origin = (pivot + (origin - pivot) * (found[:, 0] / (width * step))).astype(np.float32)
+    found[:, 1] = low + origin * step
     found[(low >= 0) & (found[:, 1] <= 0), 1] = 0
     scale, bias = _in_steps(found, low, inverse)
     moved = np.abs(bias - origin) + top * np.abs(scale - width)
     fits = ~exact & (high - low > NARROWEST) & (width > 0)
     old_scale, old_bias = _in_steps(qparams, low, inverse)
     no_worse = squared_error(columns, bias, scale, top) <= squared_error(columns, old_bias, old_scale, top)
-    better = fits & ((moved * moved * np.float32(len(columns)) <= RISK * error) | no_worse)
+    better = fits & ((moved * moved * np.float32(len(columns)) < risk(bits) * error) | no_worse)
     qparams[better] = found[better]
     return nearest_codes(values, qparams, bits), qparams, exact
 

@@ -7,7 +7,7 @@ sum over columns in another order. Rows go in pieces, so memory on the device do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +22,7 @@ from checkrun_format.quantize.greedy import steps_of
 from checkrun_format.quantize.method import Method, method
 from checkrun_format.quantize.minmax import TOLERANCE
 from checkrun_format.quantize.record import PRECISIONS, Quantized, nan_rows
-from checkrun_format.quantize.trials import NARROWEST, RISK, moves
+from checkrun_format.quantize.trials import COSINE, LEVEL, MOVING_BITS, NARROWEST, SHIFTS, SINE, risk, trials
 
 Tensor = torch.Tensor
 
@@ -173,7 +173,7 @@ def _encoded(given: Tensor, bits: int, chosen: Method, *, half: bool) -> tuple[T
         last = torch.maximum(high, -low) + 0.0
         first, steps = 0.0 - last, max(levels - 1, 1)
     step = (last.double() - first) / steps
-    scale, bias = _stored(step, first.double(), half=half)
+    scale, bias = _stored_scale(step, half=half), _stored_bias(first.double(), half=half)
     exact = ~(_reach(low, high, scale, bias, levels) <= TOLERANCE * step)
     if chosen.name in ("refine", "greedy"):
         scale, bias = _searched(values, (low, high), (scale, bias), bits, chosen, half=half)
@@ -188,13 +188,17 @@ def _encoded(given: Tensor, bits: int, chosen: Method, *, half: bool) -> tuple[T
     return packed, pairs.to(torch.float16 if half else torch.float32), float(bound.max()) if bound.numel() else 0.0
 
 
-def _stored(scale: Tensor, bias: Tensor, *, half: bool) -> tuple[Tensor, Tensor]:
-    """`stored_pairs`; torch rounds float64 to float16 by way of float32, so twice."""
+def _stored_scale(scale: Tensor, *, half: bool) -> Tensor:
+    """`stored_scale`; torch rounds float64 to float16 by way of float32, so twice."""
     if half:
-        return _half(scale).float(), _half(bias).float()
+        return _half(scale).float()
     bits = scale.view(torch.int64)
     short = (bits + ((1 << 36) - 1) + ((bits >> 37) & 1)) & ~((1 << 37) - 1)
-    return short.view(torch.float64).float(), bias.float()
+    return short.view(torch.float64).float()
+
+
+def _stored_bias(bias: Tensor, *, half: bool) -> Tensor:
+    return _half(bias).float() if half else bias.float()
 
 
 def _half(values: Tensor) -> Tensor:
@@ -249,17 +253,18 @@ def _searched(
     levels = float((1 << bits) - 1)
     inverse = levels / (high - low)
     steps = ((values - low[:, None]) * inverse[:, None]).T.contiguous()  # (columns, n): so sums are fast
-    find: Callable[[Tensor, float, int, Method], tuple[Tensor, Tensor, Tensor]]
-    find = _refined if chosen.name == "refine" else _greedy
-    origin, width, error = find(steps, levels, bits, chosen)
+    find = _greedy if chosen.name == "greedy" else _by_moves if bits <= MOVING_BITS else _by_waves
+    origin, width, error, pivot = find(steps, levels, bits, chosen)
     step = (high.double() - low) / levels
-    scale, bias = _stored(width * step, low + origin * step, half=half)
+    scale = _stored_scale(width * step, half=half)
+    origin = (pivot + (origin - pivot) * (scale / (width * step))).float()
+    bias = _stored_bias(low + origin * step, half=half)
     bias = torch.where((low >= 0) & (bias <= 0), 0.0, bias)
     in_steps = [(s * inverse, (b - low) * inverse) for s, b in ((scale, bias), plain)]
     moved = (in_steps[0][1] - origin).abs() + levels * (in_steps[0][0] - width).abs()
     fits = (high - low > float(NARROWEST)) & (width > 0)
     new, old = (_squared_error(steps, b, s, levels) for s, b in in_steps)
-    better = fits & ((moved * moved * len(steps) <= float(RISK) * error) | (new <= old))
+    better = fits & ((moved * moved * len(steps) < float(risk(bits)) * error) | (new <= old))
     return torch.where(better, scale, plain[0]), torch.where(better, bias, plain[1])
 
 
@@ -283,48 +288,85 @@ def _squared_error(steps: Tensor, origin: Tensor, width: Tensor, levels: float) 
     return _sums(error * error)
 
 
-def _refined(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    count = len(steps)
+_Found = tuple[Tensor, Tensor, Tensor]
+
+
+def _better(best: _Found, tried: _Found) -> _Found:
+    less = tried[2] < best[2]
+    origin, width, error = (torch.where(less, new, old) for new, old in zip(tried, best, strict=True))
+    return origin, width, error
+
+
+def _none(like: Tensor) -> _Found:
+    return torch.zeros_like(like), torch.ones_like(like), torch.full_like(like, torch.inf)
+
+
+def _by_moves(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, ...]:  # noqa: ARG001
     total = _sums(steps)
-    best_origin, best_width = torch.zeros_like(total), torch.ones_like(total)
-    best = torch.full_like(total, torch.inf)
-    for shift, factor in [(0.0, 1.0), *moves(bits, count).tolist()]:
-        origin, width = best_origin + shift * (levels * best_width), best_width * factor
-        codes = _codes(steps, origin, width, levels)
-        rest = steps - codes
-        sums = _sums(codes)
-        rests = total - sums
-        mean_code = sums / count
-        variance = _sums(codes * codes) - sums * mean_code
-        covariance = _sums(rest * codes) - rests * mean_code
-        varied = variance > 0
-        slope = torch.where(varied, covariance / variance, 0.0)
-        error = _sums(rest * rest) - rests * (rests / count) - covariance * slope
-        fitted = torch.where(varied, 1 + slope, width)
-        less = error < best
-        best = torch.where(less, error, best)
-        best_origin = torch.where(less, total / count - fitted * mean_code, best_origin)
-        best_width = torch.where(less, fitted, best_width)
-    return best_origin, best_width, best
+    best = _none(total)
+    for shift, factor in [(0.0, 1.0), *trials(bits, len(steps)).tolist()]:
+        origin, width, _ = best
+        best = _better(best, _regressed(steps, levels, total, origin + shift * (levels * width), width * factor))
+    return *best, total / len(steps)
 
 
-def _greedy(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, Tensor, Tensor]:
+def _by_waves(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, ...]:  # noqa: ARG001
+    total = _sums(steps)
+    best = _none(total)
+    for trial in trials(bits, len(steps)).tolist():
+        best = _better(best, _wave(steps, trial))
+    origin, width, error = best[0], best[1], torch.full_like(total, torch.inf)
+    for _ in range(2):
+        origin, width, error = _better((origin, width, error), _regressed(steps, levels, total, origin, width))
+    return origin, width, error, total / len(steps)
+
+
+def _regressed(steps: Tensor, levels: float, total: Tensor, origin: Tensor, width: Tensor) -> _Found:
+    count, codes = len(steps), _codes(steps, origin, width, levels)
+    rest = steps - codes
+    sums = _sums(codes)
+    rests = total - sums
+    mean_code = sums / count
+    variance = _sums(codes * codes) - sums * mean_code
+    covariance = _sums(rest * codes) - rests * mean_code
+    varied = variance > 0
+    slope = torch.where(varied, covariance / variance, 0.0)
+    error = _sums(rest * rest) - rests * (rests / count) - covariance * slope
+    fitted = torch.where(varied, 1 + slope, width)
+    return total / count - fitted * mean_code, fitted, error
+
+
+def _wave(steps: Tensor, trial: list[float]) -> _Found:
+    inverse, middle, *outside = trial
+    rest = steps * inverse + middle
+    rest = rest - rest.round()
+    square = rest * rest
+    cosine, sine = ((square * c + b) * square + a for a, b, c in (COSINE.tolist(), SINE.tolist()))
+    sine = sine * rest
+    amounts = _sums(sine * cosine), _sums(cosine * cosine) - len(steps) / 2, _sums(sine), _sums(cosine)
+    least, best = torch.full_like(amounts[0], torch.inf), torch.zeros_like(amounts[0])
+    for (shift, *factors), cut in zip(SHIFTS.tolist(), outside, strict=True):
+        error = cut + sum(amount * factor for amount, factor in zip(amounts, factors, strict=True))
+        less = error < least
+        least, best = torch.where(less, error, least), torch.where(less, shift, best)
+    width = 1 / inverse
+    return (best + middle) * -width, torch.full_like(least, width), (least + len(steps) * float(LEVEL)) * width**2
+
+
+def _greedy(steps: Tensor, levels: float, bits: int, chosen: Method) -> tuple[Tensor, ...]:
     step, count = steps_of(bits, chosen.num_bins or 0, chosen.ratio or 0.0)
     low = torch.zeros(steps.shape[1], device=steps.device)
     high = torch.full_like(low, levels)
-    best_low, best_width = low, torch.ones_like(low)
-    best = _squared_error(steps, low, best_width, levels)
+    width = torch.ones_like(low)
+    best = low, width, _squared_error(steps, low, width, levels)
     for _ in range(count):
         raised, lowered = low + float(step), high - float(step)
         without_low = _squared_error(steps, raised, (high - raised) / levels, levels)
         without_high = _squared_error(steps, low, (lowered - low) / levels, levels)
         up = without_low < without_high
         low, high = torch.where(up, raised, low), torch.where(up, high, lowered)
-        error = torch.where(up, without_low, without_high)
-        less = error < best
-        best = torch.where(less, error, best)
-        best_low, best_width = torch.where(less, low, best_low), torch.where(less, (high - low) / levels, best_width)
-    return best_low, best_width, best
+        best = _better(best, (low, (high - low) / levels, torch.where(up, without_low, without_high)))
+    return *best, best[0]
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

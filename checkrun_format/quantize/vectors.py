@@ -1,9 +1,7 @@
-"""Elements of a row as vectors of LLVM: codes to values and back, 16 bits to 32 and back, packed codes, extremes.
+"""Elements of a row as vectors of LLVM: codes to values and back, 16 bits to 32 and back, codes packed, extremes.
 
 What numba makes of such loops depends on their lengths and on what else stands beside them; here it is one loop over
 vectors of ROWS elements, whatever the row. LLVM splits vectors that are wider than the machine's, on any machine.
-
-numba keeps what it compiled until kernels.py and decoding.py change: touch these files after a change in this one.
 """
 
 from __future__ import annotations
@@ -179,6 +177,42 @@ def _unpacked(bits: int) -> Any:
 
 
 unpack3, unpack5, unpack6, unpack7 = (_unpacked(bits) for bits in (3, 5, 6, 7))
+
+
+_WORDS = ir.VectorType(_INDEX, 8)
+
+
+def _packed(bits: int) -> Any:
+    """A function `f(codes, blocks, packed)`: 8 * bits bytes of each 64 codes, which are given as 64-bit numbers."""
+
+    def packed(_: Any, codes: Any, blocks: Any, packed: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+            def data(index: int) -> Any:
+                return context.make_array(signature.args[index])(context, builder, arguments[index]).data
+
+            def every(number: int) -> Any:
+                return ir.Constant(_WORDS, [number] * 8)
+
+            source, target = builder.bitcast(data(0), _WORDS.as_pointer()), data(2)
+            mask = ir.Constant(ir.VectorType(_INT, 8 * bits), [8 * word + n for word in range(8) for n in range(bits)])
+            with cgutils.for_range(builder, arguments[1]) as loop:
+                words = builder.load(builder.gep(source, [loop.index]), align=1)
+                for count in (1, 2, 4):  # codes that stand side by side already
+                    low = sum(((1 << count * 8) - 1) << at for at in range(0, 64, count * 16))
+                    high = builder.and_(builder.lshr(words, every(count * 8)), every(low))
+                    words = builder.or_(builder.and_(words, every(low)), builder.shl(high, every(count * bits)))
+                octets = builder.bitcast(words, ir.VectorType(ir.IntType(8), 64))
+                place = builder.gep(target, [builder.mul(loop.index, ir.Constant(_INDEX, 8 * bits))])
+                made = builder.shuffle_vector(octets, octets, mask)
+                builder.store(made, builder.bitcast(place, made.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(codes, blocks, packed), generate
+
+    return intrinsic(packed)
+
+
+pack3, pack5, pack6, pack7 = (_packed(bits) for bits in (3, 5, 6, 7))
 
 
 @intrinsic

@@ -19,7 +19,7 @@ import checkrun_format
 ROOT = Path(__file__).parents[2]
 PACKAGE = "checkrun_format"
 COMPILED = {f"{PACKAGE}.movement.kernels"} | {
-    f"{PACKAGE}.quantize.{name}" for name in ("decoding", "kernels", "lanes", "lines", "vectors")
+    f"{PACKAGE}.quantize.{name}" for name in ("decoding", "kernels", "lanes", "lines", "stored", "vectors")
 }
 TENSORS = {f"{PACKAGE}.quantize.tensors", f"{PACKAGE}.devices"}
 NOT_LOADED = {"click", "cupy", "jax", "jsonschema", "numba", "rich", "s3fs", "safetensors", "torch", "zarr"}
