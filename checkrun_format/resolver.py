@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -285,6 +286,21 @@ def live_keys(layers: Layers) -> Ids:
     return np.sort(np.concatenate(live))
 
 
+def living(layers: Layers, keys: Ids) -> Mask:
+    """Which of some keys a keyed table has; goes down no further than it takes to tell (RES-1)."""
+    lives, unknown = np.zeros(keys.size, np.bool_), np.arange(keys.size)
+    for layer, entry in layers:
+        if entry.storage == "unchanged":
+            continue
+        held = is_in_sorted(keys[unknown], _union([ids for _, ids in stored_ids(layer, entry)]))
+        gone = is_in_sorted(keys[unknown], _union(list(tombstones(layer, entry))))
+        lives[unknown[held]] = True
+        unknown = unknown[~(held | gone)]
+        if not unknown.size:
+            break
+    return lives
+
+
 def _union(arrays: Sequence[Ids]) -> Ids:
     return np.unique(np.concatenate(arrays)) if arrays else np.zeros(0, np.int64)
 
@@ -309,7 +325,7 @@ def fill(
         As of `pieces`.
     """
     fields = {f.name: f for f in layers[0][1].fields if f.name in out}
-    if sum(entry.storage != "unchanged" for _, entry in layers) > 1:
+    if len(list(itertools.islice((layer for layer in layers if layer[1].storage != "unchanged"), 2))) > 1:
         prepare(sum(array.nbytes for array in out.values()))
     for piece in pieces(layers, wanted, at_a_time):
         for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):

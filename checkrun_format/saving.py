@@ -175,7 +175,8 @@ class Saver:
             lambda claim, arranged: self._write(self._writer(claim), prepared, arranged, stored, settled),
             is_save=True,
         )
-        self.ledger.saved(committed, stored, settled)
+        keys = {name: source.keys.copy() for name, source in prepared.sources.items() if source.keys is not None}
+        self.ledger.saved(committed, stored, settled, keys)
         self.ledger.lossy.update(name for name, plans in prepared.plans.items() if is_lossy(plans))
         return committed
 
@@ -380,19 +381,21 @@ class Saver:
                 f"parent={parent!r}: this Run's state does not stem from the latest checkpoint; restore it first, or "
                 "save a base"
             )
-        chain = {below.commit.sequence: below for below in self._history.chain(origin)}
+        chain = [below.sequence for below in self.ledger.chain(origin)]
         number = origin.commit.sequence if parent == "latest" else parent
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number not in chain:
-            raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}")
-        return chain[int(number)]
+            raise InvalidInputError(f"parent={parent!r} is not in the chain of the latest checkpoint: {chain}")
+        return self._history.get(int(number))
 
     def _decide(self, parent: int | str | None, *, force_full: bool = False) -> Decided:
         """Over which checkpoint to save, and why."""
         below, name, reason = self._choose(parent, force_full=force_full)
         bits = self._options.rule.reason(self.ledger.restores())
         note = PolicyNote(name=name, reason=reason if bits is None else f"{reason}; {bits}")
-        if below is not None:
-            spent = self._past(list(self._history.chain(below))).increments
+        origin = self.ledger.legal_origin()
+        if below is not None and origin is not None:
+            chain = [commit for commit in self.ledger.chain(origin) if commit.sequence <= below.commit.sequence]
+            spent = self._past(chain).increments
             note = msgspec.structs.replace(note, increments=len(spent), increments_bytes=sum(spent))
         return Decided(below=below, note=note)
 
@@ -409,12 +412,15 @@ class Saver:
         named = self._parent(parent)
         if named is not None:
             return named, "caller", f"over checkpoint {named.commit.sequence}, as the caller said"
-        chain = list(self._history.chain(origin))
+        chain = self.ledger.chain(origin)
         decision = rule.decide(self._past(chain))
-        return {None: None, "base": chain[-1], "latest": origin}[decision.parent], rule.name, decision.reason
+        below = None if decision.parent is None else origin
+        if decision.parent == "base":
+            below = self._history.get(chain[-1].sequence)
+        return below, rule.name, decision.reason
 
-    def _past(self, chain: Sequence[StoredCheckpoint]) -> Past:
-        base = chain[-1].commit
+    def _past(self, chain: Sequence[Commit]) -> Past:
+        base = chain[-1]
         known = self.ledger.increments(base)
         sizes = [_size(increment) for increment in known]
         return Past(base_bytes=_size(base), increments=(*_earlier(base, known), *sizes), layers=len(chain))
@@ -424,13 +430,22 @@ class Saver:
     def rollback(self, sequence: int) -> Commit:
         """Commit the state of an earlier checkpoint; see `Run.rollback`."""
         target = self._history.get(sequence)
+        for below in self._history.chain(target):
+            below.check()
 
         def choose(latest: StoredCheckpoint) -> Copy:
-            over = any(below.commit.sequence == sequence for below in self._history.chain(latest))
+            over = self._is_below(sequence, latest)
             reason = f"back to checkpoint {sequence}" + ("" if over else ", which is not in the latest chain: copied")
             return Copy(target=target, over=over, note=PolicyNote(name="rollback", reason=reason))
 
         return self._copy(choose, rollback_to=sequence)
+
+    def _is_below(self, sequence: int, latest: StoredCheckpoint) -> bool:
+        """Whether a checkpoint is in a chain; below damage, which is gone back from, nothing is."""
+        try:
+            return any(below.commit.sequence == sequence for below in self._history.chain(latest))
+        except DamagedError:
+            return False
 
     def compact(self) -> Commit:
         """Commit the latest state as one base; see `Run.compact`."""
