@@ -71,7 +71,6 @@ class Ledger:
         other = copy.copy(self)
         other.attempts, other.settled, other.lossy = dict(self.attempts), dict(self.settled), set(self.lossy)
         other.pending = {name: touched.copy() for name, touched in self.pending.items()}
-        other._keys = dict(self._keys)
         return other
 
     # What may be laid over what ---------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ class Ledger:
         """Note the keys that came or went since the origin, whether the trainer named them or not."""
         try:
             if name not in self._keys:
-                self._keys[name] = live_keys(self._history.layers(origin, name))
+                self._keys = {**self._keys, name: live_keys(self._history.layers(origin, name))}
         except (DamagedError, PrunedError):
             noted.everything = True  # the origin cannot be read: nothing is laid over it
             return
