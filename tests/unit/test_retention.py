@@ -127,9 +127,9 @@ class TestRules:
 
     def test_numbers_of_numpy(self, folder: Path) -> None:
         run = make(folder, 10, 20, 30, 40)
-        for keep in ({"last": np.int32(2)}, {"every": np.uint8(30)}, {"newer_than": np.int64(0), "last": 2}):
+        rules: list[dict[str, Any]] = [{"last": np.int32(2)}, {"every": np.uint8(30)}, {"newer_than": np.float32(1e9)}]
+        for keep in rules:
             assert reasons(run, crf.Keep(**keep)) == reasons(run, crf.Keep(**{k: int(v) for k, v in keep.items()}))
-        assert run.plan_prune(crf.Keep(newer_than=np.float32(1e9))).goes == []
 
     def test_an_empty_run(self, folder: Path) -> None:
         plan = make(folder).plan_prune(LAST)
