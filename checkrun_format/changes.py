@@ -18,7 +18,7 @@ from checkrun_format.errors import HistoryPrunedError, PrunedError
 from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, as_stored, live_keys, living, pieces, read_rows, stored_ids, tombstones
-from checkrun_format.rows import Ids, WantedIds
+from checkrun_format.rows import Ids, WantedIds, union
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +262,7 @@ def _stored_field(encoded: EncodedField, start: int) -> StoredField:
 
 def _split(found: _Found, layers: Layers) -> tuple[Ids, Ids]:
     """Rows to be read, and keys that are gone."""
-    touched = np.unique(np.concatenate([np.zeros(0, np.int64), *found.rows, *found.deleted]))
+    touched = union(*found.rows, *found.deleted)
     rows = layers[0][1].rows
     if rows is not None:
         return (np.arange(rows) if found.everything else touched[touched < rows]), touched[:0]

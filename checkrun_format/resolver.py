@@ -29,6 +29,7 @@ from checkrun_format.rows import (
     is_in_sorted,
     length,
     shifted,
+    union,
 )
 from checkrun_format.workers import Budget, Workers
 
@@ -233,14 +234,14 @@ def check_layer(layer: StoredCheckpoint, entry: TableEntry, needed: Ids) -> None
     ------
     DamagedError
     """
-    held = _union([ids for _, ids in stored_ids(layer, entry)])
+    held = union(*(ids for _, ids in stored_ids(layer, entry)))
     parts = layer.parts(entry.name)
     coverage = Coverage(layer, entry, parts, Claims(held.size))
     for part in parts:
         for _, _, places in _located(entry, layer.block(part), part, WantedIds(held)):
             coverage.add(part, places)
     coverage.check()
-    missing = needed[~is_in_sorted(needed, _union([held, *tombstones(layer, entry)]))]
+    missing = needed[~is_in_sorted(needed, union(held, *tombstones(layer, entry)))]
     if missing.size:
         what = "row" if entry.addressing == "dense" else "key"
         raise DamagedError(
@@ -280,9 +281,9 @@ def live_keys(layers: Layers) -> Ids:
     for layer, entry in layers:
         if entry.storage == "unchanged":
             continue
-        keys = _union([ids for _, ids in stored_ids(layer, entry)])
+        keys = union(*(ids for _, ids in stored_ids(layer, entry)))
         live.append(keys[~is_in_sorted(keys, decided)])
-        decided = _union([decided, keys, *tombstones(layer, entry)])
+        decided = union(decided, keys, *tombstones(layer, entry))
     return np.sort(np.concatenate(live))
 
 
@@ -292,17 +293,13 @@ def living(layers: Layers, keys: Ids) -> Mask:
     for layer, entry in layers:
         if entry.storage == "unchanged":
             continue
-        held = is_in_sorted(keys[unknown], _union([ids for _, ids in stored_ids(layer, entry)]))
-        gone = is_in_sorted(keys[unknown], _union(list(tombstones(layer, entry))))
+        held = is_in_sorted(keys[unknown], union(*(ids for _, ids in stored_ids(layer, entry))))
+        gone = is_in_sorted(keys[unknown], union(*tombstones(layer, entry)))
         lives[unknown[held]] = True
         unknown = unknown[~(held | gone)]
         if not unknown.size:
             break
     return lives
-
-
-def _union(arrays: Sequence[Ids]) -> Ids:
-    return np.unique(np.concatenate(arrays)) if arrays else np.zeros(0, np.int64)
 
 
 def fill(
