@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, overload
 
 from checkrun_format import layout, manifest
 from checkrun_format.chunks import ChunkReader
@@ -24,6 +25,9 @@ from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.stores import AlreadyExistsError, Store
 from checkrun_format.versions import FORMAT_VERSION
 from checkrun_format.workers import Budget, ProcessLock
+
+Layer: TypeAlias = tuple[StoredCheckpoint, TableEntry]
+"""A checkpoint, and what it says of a table."""
 
 _KEPT = 64
 """Checkpoints whose documents are kept in memory."""
@@ -221,7 +225,7 @@ class History:
             yield below
             below = self.parent(below)
 
-    def layers(self, checkpoint: StoredCheckpoint, table: str) -> list[tuple[StoredCheckpoint, TableEntry]]:
+    def layers(self, checkpoint: StoredCheckpoint, table: str) -> list[Layer]:
         """The layers of a table, newest first, down to the one that stores it full (9.3).
 
         Raises
@@ -229,21 +233,26 @@ class History:
         DamagedError
             A layer breaks LAY-2 or LAY-3.
         """
-        layers: list[tuple[StoredCheckpoint, TableEntry]] = []
+        return list(self.descent(checkpoint, table))
+
+    def descent(self, checkpoint: StoredCheckpoint, table: str) -> Descent:
+        """The same layers, each read and checked when somebody comes down to it."""
+        return Descent(self._layers(checkpoint, table))
+
+    def _layers(self, checkpoint: StoredCheckpoint, table: str) -> Iterator[Layer]:
+        above: Layer | None = None
         for below in self.chain(checkpoint):
-            if layers and not below.has(table):
-                raise DamagedError(
-                    layers[-1][0].place("manifest.json"), f"table {table!r} is not in the parent (LAY-2)"
-                )
+            if above is not None and not below.has(table):
+                raise DamagedError(above[0].place("manifest.json"), f"table {table!r} is not in the parent (LAY-2)")
             entry = below.entry(table)
-            if layers:
-                problem = _layer_problem(layers[-1][1], entry)
-                if problem:
-                    raise DamagedError(layers[-1][0].place("manifest.json"), f"table {table!r}: {problem}")
-            layers.append((below, entry))
+            problem = None if above is None else _layer_problem(above[1], entry)
+            if above is not None and problem is not None:
+                raise DamagedError(above[0].place("manifest.json"), f"table {table!r}: {problem}")
+            yield (above := (below, entry))
             if entry.storage == "full":
-                return layers
-        raise DamagedError(layers[-1][0].place("manifest.json"), f"table {table!r} is not full in a base (LAY-2)")
+                return
+        assert above is not None
+        raise DamagedError(above[0].place("manifest.json"), f"table {table!r} is not full in a base (LAY-2)")
 
     def predecessors(self, checkpoint: StoredCheckpoint, stop: int) -> Iterator[StoredCheckpoint]:
         """A checkpoint and those below it along `predecessor`, down to and excluding `stop` (CHG-1).
@@ -273,6 +282,37 @@ class History:
                     "load the checkpoint as a whole"
                 ) from error
             _check_meant(below, above, sha256)
+
+
+class Descent(Sequence[Layer]):
+    """The layers of a table, newest first, of a chain that is read only as far down as they are asked for.
+
+    Parameters
+    ----------
+    layers : iterator
+    """
+
+    def __init__(self, layers: Iterator[Layer]) -> None:
+        self._met: list[Layer] = []
+        self._below = layers
+
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Layer]: ...
+
+    def __getitem__(self, index: int | slice) -> Layer | list[Layer]:
+        goes_down = not isinstance(index, int) or index < 0
+        while goes_down or (isinstance(index, int) and index >= len(self._met)):
+            layer = next(self._below, None)
+            if layer is None:
+                break
+            self._met.append(layer)
+        return self._met[index]
+
+    def __len__(self) -> int:
+        return len(self[:])
 
 
 def _check_meant(below: StoredCheckpoint, checkpoint: StoredCheckpoint, sha256: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,10 +14,11 @@ import numpy.typing as npt
 from checkrun_format import dtypes, quantize
 from checkrun_format.blocks import EncodedField
 from checkrun_format.chain import History
+from checkrun_format.errors import HistoryPrunedError, PrunedError
 from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import Layers, as_stored, live_keys, pieces, read_rows, stored_ids, tombstones
-from checkrun_format.rows import Ids, WantedIds, is_in_sorted
+from checkrun_format.resolver import Layers, as_stored, live_keys, living, pieces, read_rows, stored_ids, tombstones
+from checkrun_format.rows import Ids, WantedIds, union
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +121,28 @@ def changes(
     Raises
     ------
     HistoryPrunedError
-        Before the first batch, if it cannot be told (CHG-3).
+        It cannot be told (CHG-3): before the first batch, or when the checkpoint itself is pruned in between.
     """
     walk = _Walk(history)
-    for layer in history.predecessors(checkpoint, since):
-        walk.visit(layer)
+    with _told(checkpoint, since):
+        for layer in history.predecessors(checkpoint, since):
+            walk.visit(layer)
     for name in walk.dropped:
         if checkpoint.has(name):
             walk.found.setdefault(name, _Found()).everything = True
-    return _batches(history, checkpoint, walk.found, walk.dropped, max_bytes, raw=raw)
+    return _all_told(history, checkpoint, since, walk, max_bytes, raw=raw)
+
+
+@contextlib.contextmanager
+def _told(checkpoint: StoredCheckpoint, since: int) -> Iterator[None]:
+    """What is found to be pruned only by its data is history that is pruned, too: its documents may be kept."""
+    try:
+        yield
+    except PrunedError as error:
+        raise HistoryPrunedError(
+            f"what changed between {since} and {checkpoint.commit.sequence} is unknown: {error}; "
+            "load the latest checkpoint as a whole"
+        ) from error
 
 
 class _Walk:
@@ -172,6 +187,13 @@ class _Walk:
         self.dropped.update(others)
 
 
+def _all_told(
+    history: History, checkpoint: StoredCheckpoint, since: int, walk: _Walk, max_bytes: int, *, raw: bool
+) -> Iterator[Changes]:
+    with _told(checkpoint, since):
+        yield from _batches(history, checkpoint, walk.found, walk.dropped, max_bytes, raw=raw)
+
+
 def _batches(
     history: History,
     checkpoint: StoredCheckpoint,
@@ -186,14 +208,13 @@ def _batches(
         yield Changes(table=name, rows=nothing, fields={}, deleted=nothing, table_rows=None, dropped=True)
     for name in sorted(found):
         if checkpoint.has(name):
-            layers = history.layers(checkpoint, name)
+            layers = history.descent(checkpoint, name)
             yield from _table_batches(layers, found[name], max_bytes, raw=raw)
 
 
 def _table_batches(layers: Layers, found: _Found, max_bytes: int, *, raw: bool) -> Iterator[Changes]:
     entry = layers[0][1]
-    live = live_keys(layers) if entry.addressing == "keyed" else None
-    rows, deleted = _split(found, entry.rows, live)
+    rows, deleted = _split(found, layers)
     if not rows.size and (deleted.size or found.everything or found.full):
         yield _batch(entry, rows, {} if raw else read_rows(layers, WantedIds(rows), layers[0][1].fields), deleted)
     width = sum(dtypes.logical(f.dtype).itemsize * (f.columns or 1) for f in entry.fields) + 8
@@ -239,13 +260,13 @@ def _stored_field(encoded: EncodedField, start: int) -> StoredField:
     )
 
 
-def _split(found: _Found, rows: int | None, live: Ids | None) -> tuple[Ids, Ids]:
+def _split(found: _Found, layers: Layers) -> tuple[Ids, Ids]:
     """Rows to be read, and keys that are gone."""
-    touched = np.unique(np.concatenate([np.zeros(0, np.int64), *found.rows, *found.deleted]))
-    if live is None:
-        assert rows is not None
+    touched = union(*found.rows, *found.deleted)
+    rows = layers[0][1].rows
+    if rows is not None:
         return (np.arange(rows) if found.everything else touched[touched < rows]), touched[:0]
     if found.everything:
-        return live, touched[:0]
-    lives = is_in_sorted(touched, live)
+        return live_keys(layers), touched[:0]
+    lives = living(layers, touched)
     return touched[lives], touched[~lives]

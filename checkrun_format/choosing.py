@@ -49,20 +49,22 @@ class Chooser:
                 f"parent={parent!r}: this Run's state does not stem from the latest checkpoint; restore it first, or "
                 "save a base"
             )
-        chain = {below.commit.sequence: below for below in self._history.chain(origin)}
-        refusal = f"parent={parent!r} is not in the chain of the latest checkpoint: {list(chain)}"
+        chain = [below.sequence for below in self._ledger.chain(origin)]
+        refusal = f"parent={parent!r} is not in the chain of the latest checkpoint: {chain}"
         number = origin.commit.sequence if parent == "latest" else whole(parent, refusal)
         if number not in chain:
             raise InvalidInputError(refusal)
-        return chain[number]
+        return self._history.get(number)
 
     def decide(self, parent: int | str | None, *, force_full: bool = False) -> Decided:
         """Over which checkpoint to save, and why; parent and `force_full` as of `Run.save`."""
         below, name, reason = self._choose(parent, force_full=force_full)
         bits = self._bit_rule.reason(self._ledger.restores())
         note = PolicyNote(name=name, reason=reason if bits is None else f"{reason}; {bits}")
-        if below is not None:
-            spent = self._past(list(self._history.chain(below))).increments
+        origin = self._ledger.legal_origin()
+        if below is not None and origin is not None:
+            chain = [commit for commit in self._ledger.chain(origin) if commit.sequence <= below.commit.sequence]
+            spent = self._past(chain).increments
             note = msgspec.structs.replace(note, increments=len(spent), increments_bytes=sum(spent))
         return Decided(below=below, note=note)
 
@@ -79,12 +81,15 @@ class Chooser:
         named = self.named(parent)
         if named is not None:
             return named, "caller", f"over checkpoint {named.commit.sequence}, as the caller said"
-        chain = list(self._history.chain(origin))
+        chain = self._ledger.chain(origin)
         decision = rule.decide(self._past(chain))
-        return {None: None, "base": chain[-1], "latest": origin}[decision.parent], rule.name, decision.reason
+        below = None if decision.parent is None else origin
+        if decision.parent == "base":
+            below = self._history.get(chain[-1].sequence)
+        return below, rule.name, decision.reason
 
-    def _past(self, chain: Sequence[StoredCheckpoint]) -> Past:
-        base = chain[-1].commit
+    def _past(self, chain: Sequence[Commit]) -> Past:
+        base = chain[-1]
         known = self._ledger.increments(base)
         sizes = [increment.bytes for increment in known]
         return Past(base_bytes=base.bytes, increments=(*earlier(base, known), *sizes), layers=len(chain))

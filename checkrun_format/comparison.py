@@ -14,7 +14,7 @@ from checkrun_format.chain import History
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, live_keys, read_rows, stored_ids, tombstones
-from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange
+from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, union
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
@@ -149,12 +149,12 @@ def _suspects(one: _Side, other: _Side, shared: Wanted) -> Wanted:
     common = numbers[0] & numbers[1]
     if not common:
         return shared
-    stored: list[Ids] = [np.zeros(0, np.int64)]
+    stored: list[Ids] = []
     for layer, entry in [*one.layers, *other.layers]:
         if layer.commit.sequence not in common:
             stored += [ids for _, ids in stored_ids(layer, entry)]
             stored += tombstones(layer, entry)
-    found = np.unique(np.concatenate(stored))
+    found = union(*stored)
     if isinstance(shared, WantedRange):
         found = found[found < shared.stop]
         return shared if found.size > len(shared) // 2 else WantedIds(found)

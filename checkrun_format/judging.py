@@ -16,7 +16,7 @@ from checkrun_format.ledger import Ledger
 from checkrun_format.manifest import Commit, TableEntry, commit_object, parse_occupant
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
-from checkrun_format.rows import Ids, RowSet
+from checkrun_format.rows import Ids, RowSet, union
 from checkrun_format.staging import check_coverage, merged_statistics, merged_tables, table_entry
 from checkrun_format.stores import Store
 from checkrun_format.tracking import Touched
@@ -93,7 +93,7 @@ class Overlay:
         if isinstance(since.rows, RowSet):
             since.rows.add(np.arange(self.below.entry(entry.name).rows or 0, entry.rows or 0))
             return since.rows.ids(entry.rows)
-        return np.union1d(since.rows.ids(), since.deleted.ids())
+        return union(since.rows.ids(), since.deleted.ids())
 
     def check_rows(self, claim: Claim, document: bytes) -> None:
         """Read back which rows the parts list, and refuse what a reader would refuse (LAY-1, LAY-3, LAY-4)."""

@@ -63,6 +63,8 @@ class Ledger:
         self.lossy: set[str] = set()
         self._layers: dict[int, dict[str, Touched]] = {}
         self._ours: dict[int, Commit] = {}
+        self._chain: list[Commit] = []
+        self._keys: dict[str, Ids] = {}
 
     def copy(self) -> Ledger:
         """Books of the same content, to be written into without consequences."""
@@ -86,6 +88,12 @@ class Ledger:
     def legal_origin(self) -> StoredCheckpoint | None:
         """The origin, if it is the latest checkpoint (HEA-2)."""
         return self._history.get(self.latest.sequence) if self.latest is not None and self.has_legal_origin else None
+
+    def chain(self, origin: StoredCheckpoint) -> list[Commit]:
+        """The commits of a legal origin's chain, newest first; what this writer has read or written of it is known."""
+        if not self._chain or self._chain[0].sequence != origin.commit.sequence:
+            self._chain = [below.commit for below in self._history.chain(origin)]
+        return self._chain
 
     def restores(self) -> int:
         """The count of restores that the next commit carries (5.2)."""
@@ -180,10 +188,12 @@ class Ledger:
     def _compare_keys(self, origin: StoredCheckpoint, name: str, keys: Ids, noted: Touched) -> None:
         """Note the keys that came or went since the origin, whether the trainer named them or not."""
         try:
-            before = live_keys(self._history.layers(origin, name))
+            if name not in self._keys:
+                self._keys = {**self._keys, name: live_keys(self._history.layers(origin, name))}
         except (DamagedError, PrunedError):
             noted.everything = True  # the origin cannot be read: nothing is laid over it
             return
+        before = self._keys[name]
         gone = np.setdiff1d(before, keys, assume_unique=True)
         noted.rows.add(np.setdiff1d(keys, before, assume_unique=True))
         noted.rows.add(gone)
@@ -220,7 +230,7 @@ class Ledger:
     def restored_from(self, sequence: int) -> None:
         """The trainer's state now equals a checkpoint, and stems no more from attempts made before."""
         self.origin, self.pending, self._layers, self.restored = sequence, {}, {}, True
-        self.settled, self.lossy = {}, set()
+        self.settled, self.lossy, self._keys = {}, set(), {}
         self.attempts = dict.fromkeys(self.attempts, False)
 
     def compared_with(self, sequence: int, settled: Mapping[str, list[FieldPlan]]) -> None:
@@ -228,7 +238,7 @@ class Ledger:
 
         It equals what was encoded, not what is read: of tables that are not settled, any row may get other bits.
         """
-        self.origin, self.pending, self._layers = sequence, {}, {}
+        self.origin, self.pending, self._layers, self._keys = sequence, {}, {}, {}
         names = {entry.name for entry in self._history.get(sequence).manifest.tables}
         self.settled, self.lossy = dict(settled), names - settled.keys()
         self.attempts = dict.fromkeys(self.attempts, False)
@@ -245,10 +255,11 @@ class Ledger:
         committed: Commit,
         stored: Mapping[str, Touched] | None = None,
         settled: Mapping[str, list[FieldPlan]] | None = None,
+        keys: Mapping[str, Ids] | None = None,
     ) -> None:
-        """The trainer's state was committed; with the rows that the checkpoint holds, if they are at hand."""
+        """The trainer's state was committed; with the rows that it holds, and the live keys, if they are at hand."""
         self._move_head(committed)
-        self.settled = dict(settled or {})
+        self.settled, self._keys = dict(settled or {}), dict(keys or {})
         self.origin, self.pending, self.attempts = committed.sequence, {}, {}
         if stored is not None:
             self._layers[committed.sequence] = dict(stored)
@@ -262,6 +273,7 @@ class Ledger:
         self.origin = committed.sequence if continues else None
         self.settled = self.settled if continues else {}
         self.pending = self.pending if continues else {}
+        self._keys = self._keys if continues else {}
         self.attempts, self._layers = {}, {}
 
     def landed(self, committed: Commit) -> None:
@@ -269,7 +281,7 @@ class Ledger:
         continues = self.attempts[committed.attempt] and self.has_legal_origin
         self._move_head(committed)
         self.origin = committed.sequence if continues else None
-        self.settled, self._layers = {}, {}
+        self.settled, self._layers, self._keys = {}, {}, {}
 
     def _move_head(self, committed: Commit) -> None:
         """Go on from a commit of ours; a restore that it counts is counted."""
@@ -277,3 +289,6 @@ class Ledger:
             self.restored = False
         self.head, self.latest = committed.sequence, committed
         self._ours[committed.sequence] = committed
+        chain = [below for below in self._chain if below.sequence <= (committed.parent or 0)]
+        known = committed.parent is None or (bool(chain) and chain[0].sequence == committed.parent)
+        self._chain = [committed, *chain] if known else []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkrun_format.manifest import TableEntry
-from checkrun_format.rows import Ids, Mask, RowSet, Selection, as_slice
+from checkrun_format.rows import Ids, Mask, RowSet, Selection, as_slice, union
 from checkrun_format.state import TableSource
 from checkrun_format.tracking import Touched
 
@@ -113,7 +113,7 @@ def _plan_keyed(source: TableSource, keys: Ids, below: Below | None) -> TablePla
 
 def _gone(keys: Ids, touched: Touched) -> Ids:
     """Keys that were there at some time and are not among the live ones: the tombstones."""
-    candidates = np.union1d(touched.deleted.ids(), touched.rows.ids())
+    candidates = union(touched.deleted.ids(), touched.rows.ids())
     return np.setdiff1d(candidates, keys, assume_unique=True)
 
 

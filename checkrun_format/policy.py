@@ -113,6 +113,8 @@ class BaseRule:
     every: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.policy, str):  # `one_shot` is the function's name
+            object.__setattr__(self, "policy", self.policy.replace("_", "-"))
         if not callable(self.policy) and (not isinstance(self.policy, str) or self.policy not in POLICIES):
             raise InvalidInputError(f"policy {self.policy!r}; one of {', '.join(POLICIES)}, or a callable")
         if self.every is not None:

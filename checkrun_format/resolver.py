@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -28,6 +29,7 @@ from checkrun_format.rows import (
     is_in_sorted,
     length,
     shifted,
+    union,
 )
 from checkrun_format.workers import Budget, Workers
 
@@ -232,14 +234,14 @@ def check_layer(layer: StoredCheckpoint, entry: TableEntry, needed: Ids) -> None
     ------
     DamagedError
     """
-    held = _union([ids for _, ids in stored_ids(layer, entry)])
+    held = union(*(ids for _, ids in stored_ids(layer, entry)))
     parts = layer.parts(entry.name)
     coverage = Coverage(layer, entry, parts, Claims(held.size))
     for part in parts:
         for _, _, places in _located(entry, layer.block(part), part, WantedIds(held)):
             coverage.add(part, places)
     coverage.check()
-    missing = needed[~is_in_sorted(needed, _union([held, *tombstones(layer, entry)]))]
+    missing = needed[~is_in_sorted(needed, union(held, *tombstones(layer, entry)))]
     if missing.size:
         what = "row" if entry.addressing == "dense" else "key"
         raise DamagedError(
@@ -279,14 +281,25 @@ def live_keys(layers: Layers) -> Ids:
     for layer, entry in layers:
         if entry.storage == "unchanged":
             continue
-        keys = _union([ids for _, ids in stored_ids(layer, entry)])
+        keys = union(*(ids for _, ids in stored_ids(layer, entry)))
         live.append(keys[~is_in_sorted(keys, decided)])
-        decided = _union([decided, keys, *tombstones(layer, entry)])
+        decided = union(decided, keys, *tombstones(layer, entry))
     return np.sort(np.concatenate(live))
 
 
-def _union(arrays: Sequence[Ids]) -> Ids:
-    return np.unique(np.concatenate(arrays)) if arrays else np.zeros(0, np.int64)
+def living(layers: Layers, keys: Ids) -> Mask:
+    """Which of some keys a keyed table has; goes down no further than it takes to tell (RES-1)."""
+    lives, unknown = np.zeros(keys.size, np.bool_), np.arange(keys.size)
+    for layer, entry in layers:
+        if entry.storage == "unchanged":
+            continue
+        held = is_in_sorted(keys[unknown], union(*(ids for _, ids in stored_ids(layer, entry))))
+        gone = is_in_sorted(keys[unknown], union(*tombstones(layer, entry)))
+        lives[unknown[held]] = True
+        unknown = unknown[~(held | gone)]
+        if not unknown.size:
+            break
+    return lives
 
 
 def fill(
@@ -309,7 +322,7 @@ def fill(
         As of `pieces`.
     """
     fields = {f.name: f for f in layers[0][1].fields if f.name in out}
-    if sum(entry.storage != "unchanged" for _, entry in layers) > 1:
+    if len(list(itertools.islice((layer for layer in layers if layer[1].storage != "unchanged"), 2))) > 1:
         prepare(sum(array.nbytes for array in out.values()))
     for piece in pieces(layers, wanted, at_a_time):
         for f, start in zip(piece.block.entry.fields, piece.part.columns, strict=True):

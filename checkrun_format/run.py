@@ -119,7 +119,7 @@ def open_run(
     store = open_store(url, durable=durable, storage_options=storage_options, single_writer=single_writer)
     method = None if encoder is None else checked_encoder(encoder, "encoder")
     base_rule = BaseRule(policy=policy, every=every)
-    options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)
+    options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=int(chunk_bytes))
     run = Run(store, mode, options, keep, budget)
     if takeover:
         run.take_over()
@@ -263,10 +263,10 @@ class Run:
                     apply(change)
                 held = checkpoint.sequence
         """
-        if not poll >= 0:
+        if isinstance(poll, bool) or not isinstance(poll, SupportsFloat) or not float(poll) >= 0:
             raise InvalidInputError(f"poll {poll!r}; seconds, at least 0")
         held = 0 if since is None else _number_of(since, "follow")
-        return self._followed(held, poll, stop or threading.Event())
+        return self._followed(held, min(float(poll), threading.TIMEOUT_MAX), stop or threading.Event())
 
     def _followed(self, held: int, poll: float, stop: threading.Event) -> Iterator[Checkpoint]:
         while not stop.is_set():
@@ -289,10 +289,19 @@ class Run:
         ----------
         fast : bool
             Only look whether all objects are there, and read documents; no values.
+
+        Raises
+        ------
+        CheckpointNotFoundError
+            Nothing is stored under this number.
         """
         if sequence is None:
             return self.audit(fast=fast).problems
-        return verify_checkpoint(self._store, sequence, fast=fast)
+        number = _number_of(sequence, "verify")
+        found = verify_checkpoint(self._store, number, fast=fast)
+        if not found and self._history.occupant(number) is None:
+            raise CheckpointNotFoundError(f"{self.url} has no checkpoint {number}")
+        return found
 
     def audit(self, *, fast: bool = False) -> Audit:
         """Every problem of the run, which checkpoints they affect, and which are safe; options as of `verify`."""

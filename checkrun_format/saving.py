@@ -133,7 +133,9 @@ class Saver:
             is_save=True,
         )
         stored = {name: touched_by(source, arranged.plans[name][0]) for name, source in prepared.sources.items()}
-        self.ledger.saved(committed, stored, self._encodings.settled(content.tables, prepared.plans))
+        settled = self._encodings.settled(content.tables, prepared.plans)
+        keys = {name: source.keys.copy() for name, source in prepared.sources.items() if source.keys is not None}
+        self.ledger.saved(committed, stored, settled, keys)
         self.ledger.lossy.update(name for name, plans in prepared.plans.items() if is_lossy(plans))
         return committed
 
@@ -273,13 +275,22 @@ class Saver:
     def rollback(self, sequence: int) -> Commit:
         """Commit the state of an earlier checkpoint; see `Run.rollback`."""
         target = self._history.get(sequence)
+        for below in self._history.chain(target):
+            below.check()
 
         def choose(latest: StoredCheckpoint) -> Copy:
-            over = any(below.commit.sequence == sequence for below in self._history.chain(latest))
+            over = self._is_below(sequence, latest)
             reason = f"back to checkpoint {sequence}" + ("" if over else ", which is not in the latest chain: copied")
             return Copy(target=target, over=over, note=PolicyNote(name="rollback", reason=reason))
 
         return self._copy(choose, rollback_to=sequence)
+
+    def _is_below(self, sequence: int, latest: StoredCheckpoint) -> bool:
+        """Whether a checkpoint is in a chain; below damage, which is gone back from, nothing is."""
+        try:
+            return any(below.commit.sequence == sequence for below in self._history.chain(latest))
+        except DamagedError:
+            return False
 
     def compact(self) -> Commit:
         """Commit the latest state as one base; see `Run.compact`."""

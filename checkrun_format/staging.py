@@ -20,7 +20,7 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.policy import BitRule, FieldBits
 from checkrun_format.quantize import Method
-from checkrun_format.rows import Ids, Mask, as_ids, check_bounds, check_sign
+from checkrun_format.rows import Ids, Mask, as_ids, check_bounds, check_sign, union
 from checkrun_format.state import (
     INHERIT,
     All,
@@ -349,7 +349,7 @@ def _deleted(table: str, deleted: ArrayLike | None, key_dtype: str | None) -> Id
     given = dlpack.to_numpy(deleted, what)
     ids = as_ids(given, what)
     check_sign(given, ids, key_dtype, what)
-    return np.unique(ids)
+    return union(ids)
 
 
 def _fetch(arrays: Mapping[str, Array], order: Ids | None) -> Callable[[int, int], dict[str, Array]]:

@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from checkrun_format import layout, packing
+from checkrun_format import dtypes, layout, packing
 from checkrun_format.chain import History
 from checkrun_format.chunks import ChunkReader, object_names, row_bytes
 from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError, PrunedError
-from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, PartFile, Problem, Pruned, TableEntry
+from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, Field, PartFile, Problem, Pruned, TableEntry
 from checkrun_format.reader import Block, Part, StoredCheckpoint
 from checkrun_format.resolver import live_keys, pieces
-from checkrun_format.rows import WantedIds, WantedRange
+from checkrun_format.rows import Mask, WantedIds, WantedRange
 from checkrun_format.stores import Store
 from checkrun_format.tags import Tags
 from checkrun_format.workers import Workers
@@ -106,14 +106,14 @@ class Auditor:
 def verify_run(store: Store, *, fast: bool = False) -> Audit:
     """Every problem of a run, and which checkpoints they affect; `fast` as of `Auditor`."""
     auditor = Auditor(store, fast=fast)
-    problems = list(auditor.problems())
+    problems = list(dict.fromkeys(auditor.problems()))
     safe, affected = auditor.verdict()
     return Audit(problems=problems, safe=safe, affected=affected)
 
 
 def verify_checkpoint(store: Store, sequence: int, *, fast: bool = False) -> list[Problem]:
     """Every problem of one number: of what occupies it, and of what lies beside that."""
-    return _number(History(store), sequence, fast=fast)
+    return list(dict.fromkeys(_number(History(store), sequence, fast=fast)))
 
 
 def verify_tags(store: Store) -> list[Problem]:
@@ -407,7 +407,7 @@ def _part(block: Block, part: Part, entry: TableEntry) -> None:
             if f.encoding == "affine":
                 _affine(block, f, fields[f.name], chunk, low, high)
             else:
-                block.values(f, chunk)
+                _raw(block, f, fields[f.name], chunk, low, high)
 
 
 def _first_rows(block: Block, chunk: int) -> None:
@@ -427,20 +427,43 @@ def _recent_bits(block: Block, part: Part) -> None:
         raise DamagedError(block.place("recent"), f"bits of a part that says {part.recent} are set (BLK-4)")
 
 
-def _affine(block: Block, f: BlockField, field: Any, chunk: int, low: int, high: int) -> None:
+def _affine(block: Block, f: BlockField, field: Field, chunk: int, low: int, high: int) -> None:
     """Padding, qparams and exact rows of one chunk of a part (PCK-1, DEC-3, EXA-1)."""
     start = chunk * block.chunk_rows
     codes, qparams = (array[low - start : high - start] for array in block.affine(f, chunk))
     if not packing.padding_is_zero(codes, f.bits or 0, f.columns or 0):
         raise DamagedError(block.place(f"{f.name}.codes"), "padding bits are set (PCK-1)")
-    index, _ = block.exact(f, field)
-    exact = np.zeros(high - low, np.bool_)
-    exact[index[(index >= low) & (index < high)] - low] = True
+    exact = _exact(block, f, field, low, high)
     if not np.isnan(qparams[exact]).all() or codes[exact].any():
         raise DamagedError(block.place(f"{f.name}.qparams"), "exact rows have codes or qparams (EXA-1)")
     scales = qparams[~exact, 0]
     if not np.isfinite(qparams[~exact]).all() or np.signbit(scales).any():
         raise DamagedError(block.place(f"{f.name}.qparams"), "qparams are not finite, or a scale is negative (DEC-3)")
+
+
+def _raw(block: Block, f: BlockField, field: Field, chunk: int, low: int, high: int) -> None:
+    """Bits of booleans, and exact rows beside narrowed values, of one chunk of a part (section 4, RAW-1)."""
+    start = chunk * block.chunk_rows
+    values, exact = block.values(f, chunk)[low - start : high - start], _exact(block, f, field, low, high)
+    if f.dtype == "bool" and values.max(initial=0) > 1:
+        raise DamagedError(block.place(f"{f.name}.values"), "a bool that is neither 0 nor 1 (section 4)")
+    if f.dtype == field.dtype:
+        if exact.any():
+            raise DamagedError(
+                block.place(f"{f.name}.exact_index"), "exact rows of a field that is not narrowed (RAW-1)"
+            )
+        return
+    narrowed = dtypes.from_stored(values, f.dtype or "").astype(np.float32)
+    if not np.isnan(narrowed[exact]).all() or not np.isfinite(narrowed[~exact]).all():
+        raise DamagedError(block.place(f"{f.name}.values"), "NaN stands for exact rows, and they are not these (RAW-1)")
+
+
+def _exact(block: Block, f: BlockField, field: Field, low: int, high: int) -> Mask:
+    """Which of some rows of a block are exact."""
+    index, _ = block.exact(f, field)
+    exact = np.zeros(high - low, np.bool_)
+    exact[index[(index >= low) & (index < high)] - low] = True
+    return exact
 
 
 def _caught(check: Callable[[], object], place: str) -> list[Problem]:

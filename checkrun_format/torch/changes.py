@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from checkrun_format.errors import InvalidInputError, TrackingWarning
-from checkrun_format.rows import as_ids
+from checkrun_format.rows import as_ids, union
 from checkrun_format.state import ALL, Table
 from checkrun_format.torch.inspection import Sample
 from checkrun_format.torch.tracker import Taken, Tracker
@@ -68,7 +67,7 @@ class Changes:
             raise InvalidInputError(f"table {table!r}, mark: no row numbers: {error}") from error
         given = given if given.numel() else given.to(torch.int64)
         if sharded is not None:
-            sharded.mark(table, np.unique(as_ids(given.cpu().numpy().ravel(), f"table {table!r}, mark")))
+            sharded.mark(table, union(as_ids(given.cpu().numpy().ravel(), f"table {table!r}, mark")))
         else:
             self._tracker.tables[table].mark(given)
 

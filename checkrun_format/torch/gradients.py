@@ -86,7 +86,8 @@ class LookedUp:
         if parameter is not None and node is not None and place is not None:
             when = self._steps
             node.register_hook(lambda gradients, _: self._add(gradients[place], when))
-            self._handle = self._handle or parameter.register_post_accumulate_grad_hook(self._see)
+            if self._handle is None:
+                self._handle = parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
 
     def _add(self, part: Tensor | None, when: int) -> None:
         """Note what a lookup made; it is not held, or it would not be added to in place."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from checkrun_format.checkpoint import Checkpoint, TableView
 from checkrun_format.devices import tensor_of
 from checkrun_format.errors import InvalidInputError, TrackingWarning
-from checkrun_format.rows import Ids, check_bounds
+from checkrun_format.rows import Ids, check_bounds, union
 from checkrun_format.state import ALL, All
 from checkrun_format.torch.distributed.ranks import Changed
 from checkrun_format.torch.distributed.shards import Shard, dtype_name
@@ -437,7 +437,7 @@ class TrackedRows:
         self._tracker.step()
         for name, start in starts.items():
             found = [self._waiting.get(name), self._again.get(name), _global(seen, name, start)]
-            self._waiting[name] = np.unique(np.concatenate([ids for ids in found if ids is not None]))
+            self._waiting[name] = union(*(ids for ids in found if ids is not None))
             self._again[name] = _global(latest, name, start)
 
     def forget(self) -> None:
@@ -476,7 +476,7 @@ def _global(seen: Mapping[str, torch.Tensor], table: str, start: int) -> Ids:
     ids = seen.get(table.removesuffix(_WEIGHT))
     if ids is None:
         return np.zeros(0, np.int64)
-    return np.unique(np.from_dlpack(ids.detach().cpu()).astype(np.int64)) + start
+    return union(np.from_dlpack(ids.detach().cpu()).astype(np.int64)) + start
 
 
 __all__ = ["LocalShard", "ShardedModel", "ShardedTable", "TrackedRows", "plain_optimizers"]

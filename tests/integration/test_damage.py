@@ -765,6 +765,8 @@ SOUND_BUT_WRONG: dict[str, tuple[int, str, Callable[[npt.NDArray[Any]], None]]] 
     "DEC-3: infinite": (1, "block-0-0/q4.qparams/c/0/0", setting(0, np.inf)),
     "EXA-1: codes of an exact row": (1, "block-0-0/q4.codes/c/0/0", setting(2 * 3, 1)),
     "EXA-1: qparams of an exact row": (1, "block-0-0/q4.qparams/c/0/0", setting(2 * 2, 1)),
+    "RAW-1: NaN in a row that is not exact": (1, "block-0-0/narrow.values/c/0", setting(2, np.nan)),
+    "RAW-1: a value in an exact row": (1, "block-0-0/narrow.values/c/0", setting(3, 1)),
     "BLK-3: the first of a row chunk": (1, "block-0-2/rows_first/c/0", setting(1, 158)),
     "BLK-4: beyond the last row": (3, "block-0-0/recent/c/0", lambda recent: np.bitwise_or.at(recent, -1, 128)),
     "BLK-5: positions out of range": (1, "block-0-0/q4.exact_index/c/0", setting(0, ROWS)),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import checkrun_format as crf
+from checkrun_format import chain
 from checkrun_format.stores import LocalStore
 from tests.property.strategies import check_raw_changes
 
@@ -90,27 +91,60 @@ class TestFollow:
             run.follow(poll=-1)
         with pytest.raises(crf.InvalidInputError, match="follow: 'x' is not the number"):
             run.follow("x")  # type: ignore[arg-type]
+        with pytest.raises(crf.InvalidInputError, match="poll 'x'"):
+            run.follow(poll="x")  # type: ignore[arg-type]
+
+    def test_it_may_look_only_once(self, tmp_path: Path) -> None:
+        run, stop = crf.open_run(tmp_path / "run", mode="a"), threading.Event()
+        threading.Timer(0.02, stop.set).start()
+        assert list(run.follow(poll=float("inf"), stop=stop)) == []
 
 
-def test_a_refresh_after_each_increment_reads_one_layer_each(tmp_path: Path) -> None:
-    """Not the whole chain again: what 24 refreshes read of the store grows with what is new."""
-    run, weight = crf.open_run(tmp_path / "run", mode="a", policy="consecutive", bits=8), weights(4000)
-    run.save(state(weight))
-    reader = crf.open_run(CountingStore(tmp_path / "run"))
-    held: Floats = reader[1].load().tables["t"]["weight"]
-    store = reader._store
-    assert isinstance(store, CountingStore)
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_refresh_after_each_increment_reads_one_layer_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keyed: bool
+) -> None:
+    """Not the whole chain again, however long: what a refresh reads, and what a save reads, grows with what is new."""
+    monkeypatch.setattr(chain, "_KEPT", 3)
+    writer, reader = CountingStore(tmp_path / "run"), CountingStore(tmp_path / "run")
+    run, weight = crf.open_run(writer, mode="a", policy="consecutive", bits=8), weights(4000)
+    keys = np.arange(4000) * 10 if keyed else None
+    run.save(crf.State(tables={"t": crf.Table({"weight": weight}, keys=keys)}))
+    follower = crf.open_run(reader)
+    held: Floats = follower[1].load().tables["t"]["weight"]
     counts = []
     for number in range(2, 26):
-        rows = list(range(number * 50, number * 50 + 10))
+        rows = np.arange(number * 50, number * 50 + 10)
         weight[rows] += 1
-        run.save(state(weight, rows))
-        store.keys.clear()
-        for change in reader[number].changes_since(number - 1):
-            held[change.rows] = change.fields["weight"]
-        counts.append(len([key for key in store.keys if "/block-" in key]))
+        writer.keys.clear()
+        changed = rows if keys is None else keys[rows]
+        run.save(crf.State(tables={"t": crf.Table({"weight": weight}, keys=keys, changed=changed)}))
+        reader.keys.clear()
+        for change in follower[number].changes_since(number - 1):
+            held[change.rows if keys is None else change.rows // 10] = change.fields["weight"]
+        counts.append((len(writer.keys), len(reader.keys)))
     assert held.tobytes() == read(run, 25).tobytes()
-    assert max(counts) == counts[0]
+    assert max(writes for writes, _ in counts[1:]) <= counts[0][0] + 2  # the base's documents are gone from memory once
+    assert max(reads for _, reads in counts) == counts[0][1]
+
+
+def test_what_a_follower_remembers_of_a_pruned_checkpoint_is_pruned_history(tmp_path: Path) -> None:
+    """CHG-3: be it that its documents are still in memory, or that it is pruned between two batches."""
+    run = crf.open_run(tmp_path / "run", mode="a", policy="full")
+    for number in range(4):
+        run.save(state(weights(), [number]))
+    reader = crf.open_run(tmp_path / "run")
+    third = reader[3]
+    batches = third.changes_since(1, max_bytes=1)
+    assert next(batches).rows.tolist() == [1]
+    assert [len(list(reader[number].changes_since(number - 1))) for number in (2, 4)] == [1, 1]
+    run.prune(run.plan_prune(crf.Keep(last=1)))
+    told = "what changed between 1 and {} is unknown: checkpoint {} was pruned.*; load"
+    with pytest.raises(crf.HistoryPrunedError, match=told.format(3, 3)):
+        list(batches)
+    with pytest.raises(crf.HistoryPrunedError, match=told.format(4, 3)):
+        list(reader[4].changes_since(1))
+    assert [change.rows.tolist() for change in reader[4].changes_since(3)] == [[3]]
 
 
 class CountingStore(LocalStore):

@@ -111,6 +111,7 @@ class TestDecide:
     def test_names(self) -> None:
         for name, policy in POLICIES.items():
             assert BaseRule(policy=policy).name == BaseRule(policy=name).name == name
+            assert BaseRule(policy=policy.__name__) == BaseRule(policy=name)
 
         class Weekly:
             def __call__(self, past: Past) -> Decision:

@@ -125,6 +125,12 @@ class TestRules:
         with pytest.raises(InvalidInputError, match=next(iter(rules), "keep what")):
             crf.Keep(**rules)
 
+    def test_numbers_of_numpy(self, folder: Path) -> None:
+        run = make(folder, 10, 20, 30, 40)
+        rules: list[dict[str, Any]] = [{"last": np.int32(2)}, {"every": np.uint8(30)}, {"newer_than": np.float32(1e9)}]
+        for keep in rules:
+            assert reasons(run, crf.Keep(**keep)) == reasons(run, crf.Keep(**{k: int(v) for k, v in keep.items()}))
+
     def test_an_empty_run(self, folder: Path) -> None:
         plan = make(folder).plan_prune(LAST)
         assert (plan.checkpoints, plan.leftovers, plan.unknown, plan.bytes) == ((), (), (), 0)

@@ -26,6 +26,7 @@ from checkrun_format.rows import (
     pick,
     shifted,
     sorted_ids,
+    union,
 )
 
 LOW, HIGH = -(2**63), 2**63 - 1
@@ -169,6 +170,17 @@ def test_keys_are_any_int64() -> None:
     keys = holding(KeySet(), ids(HIGH, LOW, -1))
     assert keys.ids().tolist() == [LOW, -1, HIGH]
     assert keys.contains(ids(-1, 0, LOW, HIGH)).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_union_equals_a_set(seed: int) -> None:
+    """Of arrays in any order, with repeats, and none at all."""
+    drawn = np.random.default_rng(seed)
+    ends = np.array([-(2**63), -1, 0, 2**63 - 1])
+    arrays = [drawn.choice(np.append(ends, np.arange(-20, 20)), drawn.integers(0, 30)) for _ in range(seed % 4)]
+    found = union(*arrays)
+    assert found.dtype == np.int64
+    assert found.tolist() == sorted({int(number) for array in arrays for number in array})
 
 
 class TestWanted:

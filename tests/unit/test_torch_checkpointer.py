@@ -822,15 +822,14 @@ class TestInTheBackground:
         torch.manual_seed(0)
         kinds = [(torch.float32, 64), (torch.bfloat16, 3), (torch.float16, 1), (torch.float64, 5)]
         sizes = [4, 1, 30_000, 700, 9, 20_000, 50, 1300, 12_000]
-        model = nn.ModuleList(
-            nn.Embedding(rows, kinds[n % 4][1], dtype=kinds[n % 4][0]) for n, rows in enumerate(sizes)
-        )
+        tables = [nn.Embedding(rows, kinds[n % 4][1], dtype=kinds[n % 4][0]) for n, rows in enumerate(sizes)]
+        model = nn.ModuleList(tables)
         store = GatedStore(tmp_path)
         run = crf.open_run(store, "a", policy="consecutive")
         with Checkpointer(run, model, torch.optim.SGD(model.parameters(), lr=0.1)) as checkpointer:
             first = checkpointer.save()
             wanted, stored = {}, {}
-            for n, (rows, table) in enumerate(zip(sizes, model, strict=True)):
+            for n, (rows, table) in enumerate(zip(sizes, tables, strict=True)):
                 some = torch.nonzero(torch.rand(rows) < 0.6).squeeze(1)
                 table.weight.data[some] = torch.rand(len(some), table.embedding_dim).to(table.weight.dtype)
                 checkpointer.mark(f"{n}.weight", some)
@@ -839,7 +838,7 @@ class TestInTheBackground:
             store.gate.clear()
             pending = checkpointer.save_async(1)
             assert pending is not None and pending.staged.done()
-            for table in model:
+            for table in tables:
                 table.weight.data.fill_(9)
             store.gate.set()
             made_of = pending.result(60)

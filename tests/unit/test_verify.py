@@ -91,6 +91,34 @@ def by_number(audit: crf.Audit) -> set[int]:
     return {number for number, at in audit.affected.items() if number == at}
 
 
+@pytest.mark.parametrize("what", ["00000004/zarr.json", "00000004/*/manifest.json", "00000006/*/manifest.json"])
+def test_going_back_from_a_chain_that_is_damaged(folder: Path, what: str) -> None:
+    """RBK-1: to a checkpoint that is sound; to one that is not is refused before anything is written."""
+    (path,) = folder.glob(what)
+    path.unlink()
+    run = crf.open_run(folder, "a", durable=False)
+    before = {p for p in folder.rglob("*") if p.is_file()}
+    with pytest.raises(crf.DamagedError, match=what[:8]):
+        run.rollback(6)
+    assert {p for p in folder.rglob("*") if p.is_file()} == before
+    made = run.rollback(3)
+    assert (made.sequence, made.parent, made.step) == (7, None, 3)
+    assert crf.open_run(folder, "a").restore().tables["t"]["weight"].tolist()[0] == [3, 4]
+    assert run.save(state(9), step=9).table("t").storage == "full"
+    assert {7, 8} <= set(run.audit().safe)
+
+
+def test_a_number_that_is_free(folder: Path) -> None:
+    run = crf.open_run(folder, "a", durable=False)
+    for number in (0, 7, 99):
+        with pytest.raises(crf.CheckpointNotFoundError, match=f"no checkpoint {number}"):
+            run.verify(number)
+    with pytest.raises(InvalidInputError, match="verify: '6' is not the number of a checkpoint"):
+        run.verify("6")  # type: ignore[arg-type]
+    run.prune(run.plan_prune(crf.Keep(last=1)))
+    assert run.verify(1) == run.verify(6) == []
+
+
 def test_a_sound_run_and_litter(folder: Path) -> None:
     (folder / "00000003/left").write_text("litter")
     (folder / "00000009").mkdir()

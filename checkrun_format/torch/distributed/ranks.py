@@ -15,7 +15,7 @@ from checkrun_format import layout
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, CheckrunError, InvalidInputError, RankError
 from checkrun_format.manifest import Record
-from checkrun_format.rows import Ids
+from checkrun_format.rows import Ids, union
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, Token
 from checkrun_format.state import ALL, All, extra_json
@@ -203,8 +203,7 @@ def _owners(reports: Sequence[Report]) -> dict[str, int]:
 
 
 def _union(reports: Sequence[Report], table: str) -> Ids:
-    told = [unpack(report.rows[table]) for report in reports if table in report.rows]
-    return np.unique(np.concatenate(told)) if told else _NONE
+    return union(*(unpack(report.rows[table]) for report in reports if table in report.rows))
 
 
 @dataclass(slots=True)
@@ -219,11 +218,11 @@ class Changed:
         if isinstance(rows, All):
             self.everything = True
         else:
-            self.rows = np.union1d(self.rows, rows)
+            self.rows = union(self.rows, rows)
 
     def update(self, other: Changed) -> None:
         """Add all of another."""
-        self.rows = np.union1d(self.rows, other.rows)
+        self.rows = union(self.rows, other.rows)
         self.everything |= other.everything
 
 
@@ -306,8 +305,8 @@ class Member:
             held = ranges.get(table, [])
             changed = self._pending.get(table, Changed()).rows
             if table in order.rows:
-                changed = np.union1d(changed, unpack(order.rows[table]))
-            changed = np.union1d(changed[changed < order.of[table]], np.arange(order.known[table], order.of[table]))
+                changed = union(changed, unpack(order.rows[table]))
+            changed = union(changed[changed < order.of[table]], np.arange(order.known[table], order.of[table]))
             changed = changed[inside(changed, held)]
             rows = None if storage == "full" else self._since(order, table, held, changed, run)
             exact = changed if table in order.exact else None
@@ -338,7 +337,7 @@ class Member:
                     )
                 found.append(stored)
             layer = checkpoint.parent
-        rows = np.unique(np.concatenate(found))
+        rows = union(*found)
         return rows[inside(rows, held)]
 
 
