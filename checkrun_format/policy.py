@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, SupportsFloat, TypeAlias
+from typing import Any, Literal, SupportsFloat, TypeAlias
 
 import numpy as np
 
@@ -222,6 +222,7 @@ class BitRule:
                 _check_field_bits(value, f"bits of tables {pattern!r}")
         else:
             _check_bits(self.bits, "bits")
+        object.__setattr__(self, "bits", _plain(self.bits))
 
     @property
     def _expected(self) -> float:
@@ -279,6 +280,13 @@ class BitRule:
             if fnmatch.fnmatchcase(table, pattern.replace("[", "[[]")):  # a bracket is an ordinary character
                 return value
         return None
+
+
+def _plain(bits: Any) -> Any:
+    """The same in numbers of Python, which JSON knows: tokens of saves by several writers carry it."""
+    if isinstance(bits, Mapping):
+        return {name: _plain(value) for name, value in bits.items()}
+    return None if bits is None else int(bits)
 
 
 def _check_field_bits(value: object, what: str) -> None:

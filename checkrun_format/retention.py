@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.manifest import Commit
 
@@ -45,7 +47,7 @@ class Keep:
             raise InvalidInputError("keep what? give last=, every= or newer_than=; Keep(last=1) keeps the latest only")
         for name in ("last", "every"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
                 raise InvalidInputError(f"keep: {name}={value!r}; a number from 1 on")
         if self.newer_than is not None:
             checked_age(self.newer_than, "newer_than")
@@ -70,6 +72,8 @@ class Keep:
 
 def checked_age(age: object, what: str) -> dt.timedelta:
     """Accept a time span, or raise InvalidInputError."""
+    if isinstance(age, np.integer | np.floating):
+        age = age.item()
     if isinstance(age, int | float) and not isinstance(age, bool) and math.isfinite(age):
         age = dt.timedelta(seconds=max(-1.0, min(age, 1e10)))
     if not isinstance(age, dt.timedelta) or age < dt.timedelta(0):

@@ -108,7 +108,7 @@ def open_run(
     """
     if mode not in ("r", "a"):
         raise InvalidInputError(f"mode {mode!r}; 'r' to read, 'a' to save too")
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int | np.integer) or chunk_bytes < 1:
         raise InvalidInputError(f"chunk_bytes {chunk_bytes!r}; a positive number of bytes")
     if keep is not None and (mode != "a" or not isinstance(keep, Keep)):
         raise InvalidInputError(f"keep={keep!r}; give a checkrun_format.Keep, and mode='a'")
@@ -117,7 +117,7 @@ def open_run(
     store = open_store(url, durable=durable, storage_options=storage_options, single_writer=single_writer)
     method = None if encoder is None else checked_encoder(encoder, "encoder")
     base_rule = BaseRule(policy=policy, every=every)
-    options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=chunk_bytes)
+    options = Options(base_rule=base_rule, rule=rule, encoder=method, chunk_bytes=int(chunk_bytes))
     run = Run(store, mode, options, keep, budget)
     if takeover:
         run.take_over()

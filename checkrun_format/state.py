@@ -328,13 +328,13 @@ def _spec_given(table: str, name: str, spec: object, device: str | None) -> Fiel
     if not isinstance(spec, tuple) or len(spec) != 2:
         raise InvalidInputError(f"table {table!r}, field {name!r}: give (dtype, columns), not {spec!r}")
     dtype, columns = spec
-    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 1):
+    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int | np.integer) or columns < 1):
         raise InvalidInputError(f"table {table!r}, field {name!r}: columns {columns!r}; give None or at least 1")
     try:
         known = dtype if isinstance(dtype, str) and dtype in dtypes.STORED else dtypes.name_of(dtype)
     except InvalidInputError as error:
         raise InvalidInputError(f"table {table!r}, field {name!r}: {error}") from error
-    return FieldSpec(name=name, dtype=known, columns=columns, device=device)
+    return FieldSpec(name=name, dtype=known, columns=None if columns is None else int(columns), device=device)
 
 
 def _positions(selection: Selection) -> Ids:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
+
 from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint, TableView
@@ -165,7 +167,7 @@ def _latest(run: Run) -> Checkpoint | None:
 def _check_bits(bits: Width, tables: Collection[FileTable]) -> None:
     if bits is None or bits == RAW:
         return
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
+    if isinstance(bits, bool) or not isinstance(bits, int | np.integer) or not 1 <= bits <= 8:
         raise InvalidInputError(f"bits {bits!r}; 1 to 8, or {RAW!r}")
     if not any(_fits(table) for table in tables):
         shown = ", ".join(f"{table.name!r} ({table.spec()[0][1]})" for table in list(tables)[:3]) or "none"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import time
 
+import numpy as np
+
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.torch.readers import ReaderBudget
 
@@ -24,14 +26,14 @@ class Schedule:
     """
 
     def __init__(self, every: int | dt.timedelta | None, budget: ReaderBudget | None) -> None:
-        in_steps = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+        in_steps = isinstance(every, int | np.integer) and not isinstance(every, bool) and every >= 1
         if every is not None and not in_steps and not isinstance(every, dt.timedelta):
             raise InvalidInputError(f"every={every!r}; a number of steps from 1 on, a timedelta, or None")
         if budget is not None and not in_steps:
             raise InvalidInputError(
                 "budget= needs every= in steps: readers are told how many batches there are until then"
             )
-        self._every = every
+        self._every = int(every) if isinstance(every, np.integer) else every
         self._budget = budget
         self._saved_at = time.monotonic()
 
