@@ -75,7 +75,7 @@ def verify_run(store: Store, *, fast: bool = False) -> Audit:
         unsound.add(number)
     problems += verify_tags(store)
     safe, affected = judge(store, unsound)
-    return Audit(problems=problems, safe=safe, affected=affected)
+    return Audit(problems=_each_once(problems), safe=safe, affected=affected)
 
 
 def verify_checkpoint(store: Store, sequence: int, *, fast: bool = False) -> list[Problem]:
@@ -154,7 +154,12 @@ def _number(history: History, sequence: int, *, fast: bool = False) -> list[Prob
     problems = _problems(history, sequence, fast=fast)
     if is_unsound(problems) and isinstance(_occupant(history, sequence), Pruned):
         return []  # meanwhile
-    return problems
+    return _each_once(problems)
+
+
+def _each_once(problems: Iterable[Problem]) -> list[Problem]:
+    """Without what was met on several ways: a parent by each of its children, and by each of their tables."""
+    return list(dict.fromkeys(problems))
 
 
 def _vanished(history: History) -> dict[int, Problem]:
