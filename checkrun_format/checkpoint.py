@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from checkrun_format import dlpack, dtypes
 from checkrun_format.chain import History
 from checkrun_format.changes import Changes, changes
 from checkrun_format.dlpack import Array
-from checkrun_format.errors import InvalidInputError, NotFoundError, RowNotFoundError
+from checkrun_format.errors import DamagedError, InvalidInputError, NotFoundError, RowNotFoundError
 from checkrun_format.manifest import Commit, Field
 from checkrun_format.placement import Placement
 from checkrun_format.readahead import reading_ahead
@@ -29,6 +29,26 @@ if TYPE_CHECKING:
 
 Cut: TypeAlias = tuple[int, int]
 """A range of columns."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def telling(read: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A method that reads: with damage that it meets goes what was read, and the ways out."""
+
+    @functools.wraps(read)
+    def told(*args: _P.args, **options: _P.kwargs) -> _T:
+        try:
+            return read(*args, **options)
+        except DamagedError as error:
+            error.add_note(
+                f"met in reading {args[0]!r}; Run.verify() names all that is damaged, Run.restore(fallback=True) takes "
+                "the newest checkpoint that is sound"
+            )
+            raise
+
+    return told
 
 
 class TableView:
@@ -68,6 +88,7 @@ class TableView:
         """The layers of the table, newest first (9.3); for tools that read rows as they are stored."""
         return self._history.layers(self._stored, self.name)
 
+    @telling
     def keys(self) -> npt.NDArray[Any]:
         """The live keys of a keyed table, ascending as signed int64; int64 or uint64 (n,)."""
         if self._entry.addressing != "keyed":
@@ -81,6 +102,7 @@ class TableView:
     def __len__(self) -> int:
         return len(self._live_keys) if self._entry.rows is None else self._entry.rows
 
+    @telling
     def read(
         self,
         rows: slice | None = None,
@@ -121,6 +143,7 @@ class TableView:
         wanted = WantedRange(low, high) if self._entry.rows is not None else WantedIds(self._live_keys[low:high])
         return self._read(wanted, columns, fields, out, placement, max_host_bytes)
 
+    @telling
     def take(
         self,
         ids: ArrayLike,
@@ -347,6 +370,7 @@ class Checkpoint:
         """Logical dtype and shape of each dense tensor."""
         return {entry.name: (entry.dtype, tuple(entry.shape)) for entry in self._stored.manifest.tensors}
 
+    @telling
     def tensor(self, name: str, *, framework: str | None = None, device: object = None) -> Any:
         """One dense tensor, as a new array; options as of `load`."""
         placement = Placement(framework, device)
@@ -365,6 +389,7 @@ class Checkpoint:
         """Names of the blobs."""
         return [entry.name for entry in self._stored.manifest.blobs]
 
+    @telling
     def blob(self, name: str) -> bytes:
         """One blob."""
         entry = next((b for b in self._stored.manifest.blobs if b.name == name), None)
@@ -372,6 +397,7 @@ class Checkpoint:
             raise NotFoundError(f"checkpoint {self.sequence} has no blob {name!r}")
         return self._stored.blob(entry)
 
+    @telling
     def load(
         self,
         *,

@@ -16,7 +16,7 @@ import numpy as np
 from checkrun_format.arranging import Stage
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
-from checkrun_format.checkpoint import Checkpoint
+from checkrun_format.checkpoint import Checkpoint, telling
 from checkrun_format.errors import (
     CheckpointNotFoundError,
     DamagedError,
@@ -171,6 +171,7 @@ class Run:
         """The number of the checkpoint that the next save goes on from; None if that will be a base."""
         return None if self._writing is None else self._writing.ledger.origin
 
+    @telling
     def __getitem__(self, sequence: int) -> Checkpoint:
         """The checkpoint of a number; reads its commit and its manifest, which must agree (OPN-1).
 

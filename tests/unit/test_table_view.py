@@ -416,3 +416,31 @@ class TestLoadInto:
         with pytest.raises(InvalidInputError, match=told):
             made.load(out=out)
         assert made.load().tensors["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_damage_is_told_with_what_was_read_and_the_ways_out(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path, "a", durable=False, policy="consecutive")
+    weight = np.zeros((4, 2), np.float32)
+    run.save(crf.State(tables={"user": crf.Table({"weight": weight})}, tensors={"bias": np.ones(3)}))
+    run.save(crf.State(tables={"user": crf.Table({"weight": weight}, changed=[1])}, tensors={"bias": np.ones(3)}))
+    for chunk in tmp_path.glob("*/*/*/weight.values/c/0/0"):
+        chunk.unlink()
+    run = crf.open_run(tmp_path, "a")
+    view = run.latest().table("user")
+    reads: list[tuple[Any, str]] = [
+        (view.read, "<table 'user' of checkpoint 2: weight: float32 2>"),
+        (lambda: view.take([0]), "<table 'user' of checkpoint 2: weight: float32 2>"),
+        (run.load, f"<checkpoint 2, step None, of {tmp_path}>"),
+        (run.restore, f"<checkpoint 2, step None, of {tmp_path}>"),
+    ]
+    for read, what in reads:
+        with pytest.raises(crf.DamagedError, match=r"weight\.values/c/0/0: the object is missing") as caught:
+            read()
+        (note,) = caught.value.__notes__
+        assert note.startswith(f"met in reading {what}; Run.verify() names all that is damaged, ")
+        assert note.endswith("Run.restore(fallback=True) takes the newest checkpoint that is sound")
+    (manifest,) = tmp_path.glob("00000002/*/manifest.json")
+    manifest.unlink()
+    with pytest.raises(crf.DamagedError, match=r"manifest\.json") as caught:
+        crf.open_run(tmp_path).latest()
+    assert "fallback=True" in caught.value.__notes__[0]
