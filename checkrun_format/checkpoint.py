@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -67,7 +69,7 @@ class TableView:
     @property
     def fields(self) -> tuple[Field, ...]:
         """Names, logical dtypes and columns of the fields."""
-        return tuple(self._entry.fields)
+        return tuple(msgspec.structs.replace(f, encoder=copy.deepcopy(f.encoder)) for f in self._entry.fields)
 
     @property
     def addressing(self) -> str:
@@ -236,7 +238,7 @@ class TableView:
         return self._fresh(cut, count, placement) if out is None else self._targets(out, count, cut, placement)
 
     def _chosen(self, names: Sequence[str] | None) -> list[Field]:
-        by_name = {f.name: f for f in self.fields}
+        by_name = {f.name: f for f in self._entry.fields}
         unknown = [name for name in names or () if name not in by_name]
         if unknown:
             raise InvalidInputError(f"table {self.name!r} has no field {unknown[0]!r}; it has {', '.join(by_name)}")
@@ -247,13 +249,13 @@ class TableView:
 
     def check(self, placement: Placement, names: Iterable[str] | None = None) -> None:
         """Refuse fields that new arrays cannot hold."""
-        for f in self.fields:
+        for f in self._entry.fields:
             if names is None or f.name in names:
                 placement.check(f.dtype, f"table {self.name!r}, field {f.name!r}")
 
     def _fresh(self, cut: Mapping[str, Cut], count: int, placement: Placement) -> dict[str, Array]:
         self.check(placement, cut)
-        chosen = [f for f in self.fields if f.name in cut]
+        chosen = [f for f in self._entry.fields if f.name in cut]
         return {f.name: placement.empty(self._shape(f, count, cut[f.name]), f.dtype) for f in chosen}
 
     def _targets(

@@ -309,6 +309,23 @@ class TestTheTable:
             values[...] = 0
         assert bits_of(view.read()["sum"]) == bits_of(wanted(view)["sum"])
 
+    def test_what_is_told_is_the_callers_own(self, tmp_path: Path) -> None:
+        """A copy of the checkpoint is of what was stored, whatever was done to what was shown."""
+        run = crf.open_run(tmp_path, "a", durable=False, bits=4)
+        table = Table({"weight": np.arange(8, dtype=np.float32).reshape(2, 4)})
+        saved = run.save(State(tables={"t": table}, extra={"files": ["a"]}))
+        encoder = saved.table("t").fields[0].encoder
+        assert encoder is not None
+        told = dict(encoder)
+        encoder["name"] = "altered"
+        saved.extra["files"].append("b")
+        saved.load().extra["files"].append("c")
+        assert saved.table("t").fields[0].encoder == told
+        compacted = run.compact().table("t").fields[0].encoder
+        assert compacted is not None
+        assert compacted["name"] == told["name"] == "refine"
+        assert run.latest().extra == {"files": ["a"]}
+
     @pytest.mark.parametrize("read", [lambda v: v.read(), lambda v: v.take([]), lambda v: v.read(rows=slice(3, 9))])
     def test_without_rows(self, tmp_path: Path, read: Any) -> None:
         run = crf.open_run(tmp_path, "a", durable=False, bits=2)
