@@ -20,7 +20,7 @@ from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.rows import Ids, RowSet
 from checkrun_format.state import ArrayLike, State, Table
 from checkrun_format.tracking import stored_by
-from checkrun_format.view import TableView
+from checkrun_format.view import TableView, telling
 from checkrun_format.workers import Workers
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Checkpoint:
         """Logical dtype and shape of each dense tensor."""
         return {entry.name: (entry.dtype, tuple(entry.shape)) for entry in self._stored.manifest.tensors}
 
+    @telling
     def tensor(self, name: str, *, framework: str | None = None, device: object = None) -> Any:
         """One dense tensor, as a new array; options as of `load`."""
         placement = Placement(framework, device)
@@ -109,6 +110,7 @@ class Checkpoint:
         """Names of the blobs."""
         return [entry.name for entry in self._stored.manifest.blobs]
 
+    @telling
     def blob(self, name: str) -> bytes:
         """One blob."""
         entry = next((b for b in self._stored.manifest.blobs if b.name == name), None)
@@ -116,6 +118,7 @@ class Checkpoint:
             raise NotFoundError(f"checkpoint {self.sequence} has no blob {name!r}")
         return self._stored.blob(entry)
 
+    @telling
     def load(
         self,
         *,

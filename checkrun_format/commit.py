@@ -76,15 +76,27 @@ def seal(store: Store, claim: Claim, content: Content, part_lists: Sequence[Part
 
 
 def check_ground(store: Store, parent: StoredCheckpoint | None) -> None:
-    """Refuse to commit where the run, or the checkpoint to be laid over, was removed since it was opened.
+    """Refuse to commit where the run, or the checkpoint to be laid over, was removed or damaged since it was opened.
 
     Raises
     ------
     DamagedError
     """
     key = layout.RUN_KEY if parent is None else layout.commit_key(parent.commit.sequence)
-    if store.get(key) is None:
+    found = store.get(key)
+    if found is None:
         raise DamagedError(key, f"it is gone from {store.url}: was the run removed? Open it anew to save a base")
+    if parent is not None and not _is_still_there(found, parent.commit):
+        raise DamagedError(key, "it is not what it was, and nothing is laid over it: save a base (parent=None)")
+
+
+def _is_still_there(data: bytes, commit: Commit) -> bool:
+    """Whether this is the commit that it was; one that is pruned by now is no damage: its chain is needed no more."""
+    try:
+        occupant = manifest.parse_occupant(data, commit.sequence)
+    except DamagedError:
+        return False
+    return isinstance(occupant, manifest.Pruned) or occupant == commit
 
 
 def commit(store: Store, claim: Claim, document: bytes) -> Commit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, SupportsFloat, TypeAlias
+from typing import Any, Literal, SupportsFloat, TypeAlias
 
 from checkrun_format import dtypes, layout
 from checkrun_format.errors import InvalidInputError
@@ -222,6 +222,7 @@ class BitRule:
                 _check_field_bits(value, f"bits of tables {pattern!r}")
         else:
             _check_bits(self.bits, "bits")
+        object.__setattr__(self, "bits", _plain(self.bits))
 
     @property
     def quantizes(self) -> bool:
@@ -299,6 +300,13 @@ class BitRule:
 def can_be_quantized(field: FieldSpec) -> bool:
     """Whether the values of a field can be codes."""
     return field.dtype in dtypes.FLOATING and field.columns is not None
+
+
+def _plain(bits: Any) -> Any:
+    """The same in numbers of Python, which JSON knows: tokens of saves by several writers carry it."""
+    if isinstance(bits, Mapping):
+        return {name: _plain(value) for name, value in bits.items()}
+    return None if bits is None else int(bits)
 
 
 def _check_field_bits(value: object, what: str) -> None:

@@ -73,8 +73,10 @@ class Keep:
 
 def checked_age(age: object, what: str) -> dt.timedelta:
     """Accept a time span, or raise InvalidInputError."""
-    if isinstance(age, int | float | np.integer | np.floating) and not isinstance(age, bool) and math.isfinite(age):
-        age = dt.timedelta(seconds=max(-1.0, min(float(age), 1e10)))
+    if isinstance(age, np.integer | np.floating):
+        age = age.item()
+    if isinstance(age, int | float) and not isinstance(age, bool) and math.isfinite(age):
+        age = dt.timedelta(seconds=max(-1.0, min(age, 1e10)))
     if not isinstance(age, dt.timedelta) or age < dt.timedelta(0):
         raise InvalidInputError(f"{what}={age!r}; give a datetime.timedelta, or seconds")
     return min(age, dt.timedelta(days=100 * 365))

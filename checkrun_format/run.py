@@ -35,6 +35,7 @@ from checkrun_format.state import State, checked_encoder
 from checkrun_format.stores import LocalStore, Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run
+from checkrun_format.view import telling
 from checkrun_format.workers import Budget
 from checkrun_format.writer import CHUNK_BYTES
 
@@ -173,6 +174,7 @@ class Run:
         """The number of the checkpoint that the next save goes on from; None if that will be a base."""
         return None if self._writing is None else self._writing.ledger.origin
 
+    @telling
     def __getitem__(self, sequence: int) -> Checkpoint:
         """The checkpoint of a number; reads its commit and its manifest, which must agree (OPN-1).
 

@@ -17,6 +17,7 @@ from checkrun_format.blocks import FieldPlan
 from checkrun_format.commit import Claim
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.policy import BitRule, FieldBits
 from checkrun_format.quantize import Method
@@ -318,9 +319,7 @@ def _starts(table: str, arrays: Mapping[str, Array], columns: Any) -> dict[str, 
 
 def checked_integer(value: object, what: str) -> int:
     """Accept a whole number, numpy's too."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InvalidInputError(f"{what}: {value!r} is no whole number")
-    return int(value)
+    return whole(value, f"{what}: {value!r} is no whole number")
 
 
 def _pair(value: object, what: str) -> tuple[int, int]:

@@ -106,14 +106,14 @@ class Auditor:
 def verify_run(store: Store, *, fast: bool = False) -> Audit:
     """Every problem of a run, and which checkpoints they affect; `fast` as of `Auditor`."""
     auditor = Auditor(store, fast=fast)
-    problems = list(dict.fromkeys(auditor.problems()))
+    problems = _each_once(auditor.problems())
     safe, affected = auditor.verdict()
     return Audit(problems=problems, safe=safe, affected=affected)
 
 
 def verify_checkpoint(store: Store, sequence: int, *, fast: bool = False) -> list[Problem]:
     """Every problem of one number: of what occupies it, and of what lies beside that."""
-    return list(dict.fromkeys(_number(History(store), sequence, fast=fast)))
+    return _number(History(store), sequence, fast=fast)
 
 
 def verify_tags(store: Store) -> list[Problem]:
@@ -173,7 +173,12 @@ def _number(history: History, sequence: int, *, fast: bool = False) -> list[Prob
     problems = _problems(history, sequence, fast=fast)
     if is_unsound(problems) and isinstance(_occupant(history, sequence), Pruned):
         return []  # meanwhile
-    return problems
+    return _each_once(problems)
+
+
+def _each_once(problems: Iterable[Problem]) -> list[Problem]:
+    """Without what was met on several ways: a parent by each of its children, and by each of their tables."""
+    return list(dict.fromkeys(problems))
 
 
 def _vanished(history: History) -> dict[int, Problem]:

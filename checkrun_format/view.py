@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from checkrun_format import dlpack, dtypes
 from checkrun_format.chain import History
 from checkrun_format.dlpack import Array
-from checkrun_format.errors import InvalidInputError, RowNotFoundError
+from checkrun_format.errors import DamagedError, InvalidInputError, RowNotFoundError
 from checkrun_format.manifest import Field
 from checkrun_format.placement import Placement
 from checkrun_format.reader import StoredCheckpoint
@@ -23,6 +25,26 @@ from checkrun_format.workers import Budget, Workers
 
 Cut: TypeAlias = tuple[int, int]
 """A range of columns."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def telling(read: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A method that reads: with damage that it meets goes what was read, and the ways out."""
+
+    @functools.wraps(read)
+    def told(*args: _P.args, **options: _P.kwargs) -> _T:
+        try:
+            return read(*args, **options)
+        except DamagedError as error:
+            error.add_note(
+                f"met in reading {args[0]!r}; Run.verify() names all that is damaged, Run.restore(fallback=True) takes "
+                "the newest checkpoint that is sound"
+            )
+            raise
+
+    return told
 
 
 class TableView:
@@ -41,7 +63,7 @@ class TableView:
     @property
     def fields(self) -> tuple[Field, ...]:
         """Names, logical dtypes and columns of the fields."""
-        return tuple(self._entry.fields)
+        return tuple(msgspec.structs.replace(f, encoder=copy.deepcopy(f.encoder)) for f in self._entry.fields)
 
     @property
     def addressing(self) -> str:
@@ -62,6 +84,7 @@ class TableView:
         """The layers of the table, newest first (9.3); for tools that read rows as they are stored."""
         return self._history.layers(self._stored, self.name)
 
+    @telling
     def keys(self) -> npt.NDArray[Any]:
         """The live keys of a keyed table, ascending as signed int64; int64 or uint64 (n,)."""
         if self._entry.addressing != "keyed":
@@ -75,6 +98,7 @@ class TableView:
     def __len__(self) -> int:
         return len(self._live_keys) if self._entry.rows is None else self._entry.rows
 
+    @telling
     def read(
         self,
         rows: slice | None = None,
@@ -115,6 +139,7 @@ class TableView:
         wanted = WantedRange(low, high) if self._entry.rows is not None else WantedIds(self._live_keys[low:high])
         return self._read(wanted, columns, fields, out, placement, max_host_bytes)
 
+    @telling
     def take(
         self,
         ids: ArrayLike,
@@ -207,7 +232,7 @@ class TableView:
         return self._fresh(cut, count, placement) if out is None else self._targets(out, count, cut, placement)
 
     def _chosen(self, names: Sequence[str] | None) -> list[Field]:
-        by_name = {f.name: f for f in self.fields}
+        by_name = {f.name: f for f in self._entry.fields}
         unknown = [name for name in names or () if name not in by_name]
         if unknown:
             raise InvalidInputError(f"table {self.name!r} has no field {unknown[0]!r}; it has {', '.join(by_name)}")
@@ -218,13 +243,13 @@ class TableView:
 
     def check(self, placement: Placement, names: Iterable[str] | None = None) -> None:
         """Refuse fields that new arrays cannot hold."""
-        for f in self.fields:
+        for f in self._entry.fields:
             if names is None or f.name in names:
                 placement.check(f.dtype, f"table {self.name!r}, field {f.name!r}")
 
     def _fresh(self, cut: Mapping[str, Cut], count: int, placement: Placement) -> dict[str, Array]:
         self.check(placement, cut)
-        chosen = [f for f in self.fields if f.name in cut]
+        chosen = [f for f in self._entry.fields if f.name in cut]
         return {f.name: placement.empty(self._shape(f, count, cut[f.name]), f.dtype) for f in chosen}
 
     def _targets(

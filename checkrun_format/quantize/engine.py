@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -47,9 +47,9 @@ def set_threads(count: int | None) -> None:
         If it is not a whole number from 1 on.
     """
     global _threads, _pool
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1):
-        raise InvalidInputError(f"threads must be a whole number from 1 on, or None, not {count!r}")
-    former, _threads, _pool = _pool, None if count is None else int(count), None
+    if count is not None:
+        count = whole(count, f"threads must be a whole number from 1 on, or None, not {count!r}", least=1)
+    former, _threads, _pool = _pool, count, None
     if former is not None:
         former.shutdown(wait=False)
 

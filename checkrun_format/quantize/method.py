@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 
 VERSION = 1
 """Of the encoders: another one may choose other codes."""
@@ -54,10 +57,12 @@ class Method:
         if self.name == "torch_compat" and self.num_bins is None and self.ratio is not None:
             raise InvalidInputError("torch_compat searches with num_bins only: give it, too, or no ratio")
         bins, ratio = self.num_bins, self.ratio
-        if bins is not None and not (isinstance(bins, int) and bins >= 2):
-            raise InvalidInputError(f"num_bins must be a whole number of at least 2, not {self.num_bins!r}")
-        if ratio is not None and not (isinstance(ratio, float | int) and 0 < ratio <= 1):
+        if bins is not None:
+            bins = whole(bins, f"num_bins must be a whole number of at least 2, not {bins!r}", least=2)
+        if ratio is not None and not (isinstance(ratio, float | int | np.floating) and 0 < ratio <= 1):
             raise InvalidInputError(f"ratio must be above 0 and at most 1, not {self.ratio!r}")
+        object.__setattr__(self, "num_bins", bins)
+        object.__setattr__(self, "ratio", None if ratio is None else float(ratio))
 
     def filled(self, bits: int) -> Method:
         """The same with the default parameters of this width."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -19,6 +18,7 @@ from torch import nn
 from checkrun_format.arranging import Stage
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import InvalidInputError, SaveCancelledError
+from checkrun_format.integers import whole
 from checkrun_format.run import Run, open_run
 from checkrun_format.state import State, Table
 from checkrun_format.torch.changes import Changes
@@ -319,9 +319,7 @@ class Checkpointer:
 
     def _numbered(self, step: int | None) -> int:
         number = self.step if step is None else step
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
-            raise InvalidInputError(f"step {step!r}; a number from 0 on")
-        return int(number)
+        return whole(number, f"step {step!r}; a number from 0 on", least=0)
 
     def _state(self, extra: Any, copy: Copier | None) -> State:
         """The state to be saved; with `copy`, copied tensors (rows are copied when it is known which are stored)."""

@@ -6,6 +6,7 @@ import datetime as dt
 import time
 
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.integers import whole
 from checkrun_format.torch.readers import ReaderBudget
 
 
@@ -24,10 +25,9 @@ class Schedule:
     """
 
     def __init__(self, every: int | dt.timedelta | None, budget: ReaderBudget | None) -> None:
-        in_steps = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-        if every is not None and not in_steps and not isinstance(every, dt.timedelta):
-            raise InvalidInputError(f"every={every!r}; a number of steps from 1 on, a timedelta, or None")
-        if budget is not None and not in_steps:
+        if every is not None and not isinstance(every, dt.timedelta):
+            every = whole(every, f"every={every!r}; a number of steps from 1 on, a timedelta, or None", least=1)
+        if budget is not None and not isinstance(every, int):
             raise InvalidInputError(
                 "budget= needs every= in steps: readers are told how many batches there are until then"
             )

@@ -827,6 +827,27 @@ def test_a_number_that_is_damaged_in_mid_run_refuses_the_save(folder: Path) -> N
     assert open_writer(folder).save(tagged(3)).sequence == 3
 
 
+@pytest.mark.parametrize("damage", ["cut", "emptied", "exchanged"])
+def test_nothing_is_laid_over_a_commit_that_is_damaged_by_now(folder: Path, damage: str) -> None:
+    """Whoever writes knows what it committed, but readers would not; a base needs none of it, and no row is lost."""
+    weight = np.zeros((ROWS, 3), np.float32)
+    run = open_writer(folder)
+    run.save(rows_of(weight))
+    key = folder / "00000001/zarr.json"
+    data = key.read_bytes()
+    altered = {"cut": data[:-1], "emptied": b"", "exchanged": data.replace(b'"step":null', b'"step":1234')}[damage]
+    assert altered != data
+    key.write_bytes(altered)
+    weight[3] = 1
+    with pytest.raises(crf.DamagedError, match=r"00000001/zarr\.json: .* save a base \(parent=None\)"):
+        run.save(rows_of(weight, [3]))
+    assert not (folder / "00000002").exists()
+    weight[5] = 2
+    saved = run.save(rows_of(weight, [5]), parent=None)
+    assert (saved.sequence, saved.parent) == (2, None)
+    assert weight_of(crf.open_run(folder)[2].load()) == [0, 0, 0, 1, 0, 2, *[0] * (ROWS - 6)]
+
+
 def test_a_commit_of_another_version_is_not_passed_over(folder: Path) -> None:
     """COM-2: it is committed; reading it is `unsupported_version`, and skipping damage does not skip it."""
     run = open_writer(folder)

@@ -94,7 +94,7 @@ class TestWhatBecomesOfTensors:
 
     def test_bits(self, tmp_path: Path) -> None:
         arrays = {"emb": random(50), "ids": np.arange(100).reshape(50, 2)}
-        done = Series(tmp_path, tables=["*"]).add(arrays, bits=4)
+        done = Series(tmp_path, tables=["*"]).add(arrays, bits=np.int64(4))
         assert {t.name: t.bits for t in done.tables} == {"emb": 4, "ids": None}
         assert weight(done.checkpoint, "ids").tolist() == arrays["ids"].tolist()
         assert 0 < np.abs(weight(done.checkpoint, "emb") - arrays["emb"]).max() < 0.3

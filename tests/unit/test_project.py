@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -134,6 +135,44 @@ assert np.array_equal(values, fields["sum"])
     assert [line.split()[0] for line in printed[0][1:5]] == ["1", "2", "3", "4"]
     assert [line.split()[0] for line in printed[1][1:9]] == [str(number) for number in range(1, 9)]
     assert printed[0][5] == "user [  3   5 100 200] (4, 32) float16"
+
+
+def rows_below(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table that begins with a heading."""
+    table = text(page).partition(heading)[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_errors_of_encoders_are_those_of_the_results() -> None:
+    """What README says of each encoder, against the result file that it names."""
+    (table,) = json.loads(text("benchmarks/results/encoders.json"))["tables"]
+    errors = {(r["encoder"], r["bits"]): r["l2_error"] for r in table["results"]}
+    rows = rows_below("README.md", "| encoder | what it does |")
+    assert {row[0].strip("`") for row in rows} == {name for name, _ in errors}
+    for name, _, shown in rows:
+        for bits, figure in zip((2, 3, 4, 8), shown.split(), strict=True):
+            error = errors.get((name.strip("`"), bits))
+            assert (figure == "-") is (error is None)
+            assert error is None or abs(error / errors["minmax", bits] - float(figure)) <= 0.0051
+
+
+def test_the_bytes_of_policies_are_those_of_the_results() -> None:
+    """What benchmarks/README.md says of the paper's modification trace."""
+    outcomes = json.loads(text("benchmarks/results/bench_policies.json"))["outcomes"]
+    full = {o["sums"]: o for o in outcomes if o["policy"] == "full"}
+    found = {(o["policy"], str(o["bits"]), "lossless" if o["sums"] else "no"): o for o in outcomes}
+    rows = rows_below("benchmarks/README.md", "| policy | bits | row-wise sums |")
+    assert {tuple(row[:3]) for row in rows} == {key for key in found if key[0] != "full"}
+    for policy, bits, sums, written, target, kept, target_kept in rows:
+        outcome = found[policy, bits, sums]
+        for name, shown, wanted in (("written", written, target), ("kept", kept, target_kept)):
+            ratio = full[outcome["sums"]][name] / outcome[name]
+            digits = len(shown.rstrip("x").partition(".")[2])
+            assert round(ratio, digits) == float(shown.rstrip("x"))
+            assert not wanted or ratio >= float(wanted.partition("x")[0])
+    index = {round(o["index_bytes_per_row"], 2) for o in outcomes if o["index_bytes_per_row"]}
+    assert index == {0.91}
+    assert "takes 0.91 bytes a row" in text("benchmarks/README.md")
 
 
 def test_every_kind_of_error_is_told() -> None:

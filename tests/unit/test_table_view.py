@@ -309,6 +309,23 @@ class TestTheTable:
             values[...] = 0
         assert bits_of(view.read()["sum"]) == bits_of(wanted(view)["sum"])
 
+    def test_what_is_told_is_the_callers_own(self, tmp_path: Path) -> None:
+        """A copy of the checkpoint is of what was stored, whatever was done to what was shown."""
+        run = crf.open_run(tmp_path, "a", durable=False, bits=4)
+        table = Table({"weight": np.arange(8, dtype=np.float32).reshape(2, 4)})
+        saved = run.save(State(tables={"t": table}, extra={"files": ["a"]}))
+        encoder = saved.table("t").fields[0].encoder
+        assert encoder is not None
+        told = dict(encoder)
+        encoder["name"] = "altered"
+        saved.extra["files"].append("b")
+        saved.load().extra["files"].append("c")
+        assert saved.table("t").fields[0].encoder == told
+        compacted = run.compact().table("t").fields[0].encoder
+        assert compacted is not None
+        assert compacted["name"] == told["name"] == "refine"
+        assert run.latest().extra == {"files": ["a"]}
+
     @pytest.mark.parametrize("read", [lambda v: v.read(), lambda v: v.take([]), lambda v: v.read(rows=slice(3, 9))])
     def test_without_rows(self, tmp_path: Path, read: Any) -> None:
         run = crf.open_run(tmp_path, "a", durable=False, bits=2)
@@ -416,3 +433,31 @@ class TestLoadInto:
         with pytest.raises(InvalidInputError, match=told):
             made.load(out=out)
         assert made.load().tensors["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_damage_is_told_with_what_was_read_and_the_ways_out(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path, "a", durable=False, policy="consecutive")
+    weight = np.zeros((4, 2), np.float32)
+    run.save(crf.State(tables={"user": crf.Table({"weight": weight})}, tensors={"bias": np.ones(3)}))
+    run.save(crf.State(tables={"user": crf.Table({"weight": weight}, changed=[1])}, tensors={"bias": np.ones(3)}))
+    for chunk in tmp_path.glob("*/*/*/weight.values/c/0/0"):
+        chunk.unlink()
+    run = crf.open_run(tmp_path, "a")
+    view = run.latest().table("user")
+    reads: list[tuple[Any, str]] = [
+        (view.read, "<table 'user' of checkpoint 2: weight: float32 2>"),
+        (lambda: view.take([0]), "<table 'user' of checkpoint 2: weight: float32 2>"),
+        (run.load, f"<checkpoint 2, step None, of {tmp_path}>"),
+        (run.restore, f"<checkpoint 2, step None, of {tmp_path}>"),
+    ]
+    for read, what in reads:
+        with pytest.raises(crf.DamagedError, match=r"weight\.values/c/0/0: the object is missing") as caught:
+            read()
+        (note,) = caught.value.__notes__
+        assert note.startswith(f"met in reading {what}; Run.verify() names all that is damaged, ")
+        assert note.endswith("Run.restore(fallback=True) takes the newest checkpoint that is sound")
+    (manifest,) = tmp_path.glob("00000002/*/manifest.json")
+    manifest.unlink()
+    with pytest.raises(crf.DamagedError, match=r"manifest\.json") as caught:
+        crf.open_run(tmp_path).latest()
+    assert "fallback=True" in caught.value.__notes__[0]

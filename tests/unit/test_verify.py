@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -59,6 +60,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {
     "no commit": (lambda folder: (folder / "00000002/zarr.json").unlink(), True),
 }
 """What is damaged in checkpoint 2, and whether a fast audit sees it."""
+
+
+def test_each_problem_is_told_once(tmp_path: Path) -> None:
+    """Both increments and each of their tables need the base that is gone."""
+    run = crf.open_run(tmp_path, "a", durable=False, policy="one-shot")
+    for number in range(3):
+        table = crf.Table({"weight": np.full((4, 2), number, np.float32)}, changed=[0])
+        run.save(crf.State(tables={"a": table, "b": table}))
+    shutil.rmtree(tmp_path / "00000001")
+    audit = crf.open_run(tmp_path).audit()
+    place = "00000001/zarr.json"
+    assert [(p.place, p.kind, p.message) for p in audit.problems] == [
+        (place, "damaged", "missing, but checkpoint 2 needs it"),
+        (place, "damaged", "missing, but checkpoint 3 needs it"),
+        (place, "damaged", "the commit is missing: checkpoint 2 follows it"),
+    ]
+    assert crf.open_run(tmp_path).verify(3) == audit.problems[1:2]
+    assert (audit.safe, sorted(audit.affected)) == ([], [1, 2, 3])
 
 
 def test_a_commit_that_is_gone_and_that_no_chain_needs(folder: Path) -> None:
