@@ -143,7 +143,7 @@ def export_fused(
         fusions[name] = _fusion(view, f, width)
         entries.append(_entry(view, layers, f, fusions[name]))
         label[name] = {"bits": width, "columns": f.columns, "rows": len(view)}
-        left_out += [f"{name}.{other.name}" for other in view.fields if other is not f]
+        left_out += [f"{name}.{other.name}" for other in view.fields if other.name != f.name]
         if names.keys is not None:
             entries.append(exporter.keys_entry(view, names.keys))
     if not fusions:

@@ -34,6 +34,7 @@ def books(ledger: Ledger) -> dict[str, Any]:
         name: (touched.rows.ids().tolist(), touched.everything, touched.deleted.ids().tolist())
         for name, touched in ledger.pending.items()
     }
+    told["_keys"] = {name: keys.tolist() for name, keys in ledger._keys.items()}
     return copy.deepcopy(told)
 
 
