@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import errno
 import functools
 import inspect
 import os
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from checkrun_format.errors import CheckrunError, InvalidInputError, StorageError
+from checkrun_format.errors import CheckrunError, InvalidInputError
 from checkrun_format.stores.bodies import Body, Received
 from checkrun_format.stores.failures import code_of, explained, may_pass, scrubbed
 from checkrun_format.stores.interface import AlreadyExistsError, Buffer, Store
@@ -34,8 +33,6 @@ _SLOWEST = 64 << 10
 """Bytes per second: a transfer that is slower than that, for all of the object, is given up."""
 _SECONDS = 60.0
 _PIECE = 256 << 10
-_LARGEST = 5 << 30
-"""Bytes of an object that S3 takes in one request."""
 _MISSING = {"NoSuchKey", "NotFound", "404"}
 _TAKEN = {"PreconditionFailed", "412"}
 _CONFIG = {
@@ -119,9 +116,6 @@ class S3Store(Store):
 
     def put(self, key: str, buffers: Iterable[Buffer]) -> int:
         body = Body(buffers)
-        if len(body) > _LARGEST:
-            said = f"{len(body)} bytes, and S3 takes at most {_LARGEST} in one request: choose a smaller chunk_bytes"
-            raise StorageError(errno.EFBIG, f"{self.url}/{key}: {said}")
         self._call(key, lambda client: self._write(client, self._key(key), body))
         return len(body)
 

@@ -176,14 +176,6 @@ def test_options_that_are_of_no_use_are_refused() -> None:
     assert "hunter" not in str(caught.value)
 
 
-def test_an_object_that_no_request_can_hold_is_refused() -> None:
-    """At once, and told how to make it smaller."""
-    store = S3Store("s3://bucket/run")
-    with pytest.raises(crf.StorageError, match=r"bucket/run/a: 5368709121 bytes, .* smaller chunk_bytes"):
-        store.put("a", [*[bytes(1 << 20)] * 5120, b"1"])
-    assert not store.requests
-
-
 # Failures -------------------------------------------------------------------------------------------------------------
 
 QUICK = Patience(seconds=1.0, at_first=0.5)
