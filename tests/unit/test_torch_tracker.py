@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -573,6 +574,68 @@ class TestPastTheHooks:
         optimizer.step()
         optimizer.zero_grad()
         assert taken(tracker) == [1, 5]
+
+    @pytest.mark.usefixtures("large")
+    def test_another_tensor_where_the_gradient_of_a_lookup_was(self) -> None:
+        """As the allocator gives it the memory of one that is gone: here a hook puts it there."""
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            train(model, optimizer, ids(1))
+        more = torch.zeros(ROWS, 4)
+        more[7] = 1
+        model.weight.register_hook(lambda gradient: gradient.data.add_(more))  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        (model(ids(2)).sum() + model(ids(3)).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2, 3, 7]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_gradient_that_is_given_other_memory(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            train(model, optimizer, ids(1))
+        optimizer.zero_grad()
+        model(ids(2)).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad.data = torch.eye(ROWS, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [0, 1, 2, 3]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_gradient_that_is_put_aside_over_a_snapshot(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        model(ids(2)).sum().backward()
+        aside, model.weight.grad = model.weight.grad, None
+        optimizer.step()
+        assert taken(tracker) == [2]
+        for _ in range(5):
+            optimizer.step()
+        model.weight.grad = aside
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [2]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_backward_that_makes_a_graph(self) -> None:
+        """Its gradients are not added up in place, so that memory of some is used for others."""
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            train(model, optimizer, ids(1))
+        optimizer.zero_grad()
+        loss = (model(ids(2)).square() + model(ids(3)).square() + functional.embedding(ids(4), model.weight)).sum()
+        inner = torch.autograd.grad(loss, model.weight, create_graph=True)[0].square().sum()
+        with warnings.catch_warnings(action="ignore"):
+            (loss + inner).backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2, 3, 4]
 
     @pytest.mark.usefixtures("large")
     def test_it_is_found_at_a_snapshot_at_the_latest(self) -> None:
