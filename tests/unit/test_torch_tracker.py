@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -329,6 +331,108 @@ class TestSteps:
         failed = take(tracker)
         tracker.put_back(failed)
         assert taken(tracker) == "why"
+
+
+class TestOtherHooksOnSteps:
+    """What they and closures do is told from what the optimizer does."""
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    @pytest.mark.parametrize("where", ["before", "after", "closure", "named closure"])
+    @pytest.mark.parametrize("first", [False, True])
+    def test_they_write(self, sparse: bool, where: str, first: bool) -> None:
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+
+        def project(*_: object) -> None:
+            with torch.no_grad():
+                model.weight[:3].mul_(0.5)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            project()
+            loss: Any = model(ids(5)).sum()
+            loss.backward()
+            return loss
+
+        if not first:
+            train(model, optimizer, ids(4))
+            optimizer.zero_grad()
+            assert taken(tracker) == [4]
+        if where == "before":
+            optimizer.register_step_pre_hook(project)
+        elif where == "after":
+            optimizer.register_step_post_hook(project)
+        if where == "closure":
+            optimizer.step(closure)
+        elif where == "named closure":
+            optimizer.step(closure=closure)
+        else:
+            train(model, optimizer, ids(5))
+        optimizer.zero_grad()
+        assert taken(tracker) == "it was written to outside of an optimizer step"
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    @pytest.mark.parametrize("first", [False, True])
+    def test_they_forget_the_gradient(self, sparse: bool, first: bool) -> None:
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        if not first:
+            train(model, optimizer, ids(4))
+            optimizer.zero_grad()
+            assert taken(tracker) == [4]
+        optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+        (model(ids(5)).sum() + functional.embedding(ids(6), model.weight, sparse=sparse).sum()).backward()
+        optimizer.step()
+        assert taken(tracker) == [5, 6]
+
+    def test_a_closure_that_only_trains(self) -> None:
+        model = embedding(max_norm=1.0)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        losses: list[Any] = []
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            losses.append(model(ids(5)).sum())
+            losses[-1].backward()
+            return losses[-1]
+
+        assert optimizer.step(closure) is losses[0]
+        assert optimizer.step(closure=closure) is losses[1]
+        optimizer.zero_grad()
+        assert taken(tracker) == [5]
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+    def test_a_step_that_is_compiled(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), torch.optim.Adagrad(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="eager")
+        for rows in ([4, 5], [6, 7]):
+            for row in rows:
+                optimizer.zero_grad()
+                (model(ids(row)).sum() + functional.embedding(ids(row + 10), model.weight).sum()).backward()
+                step()
+            optimizer.zero_grad()
+            assert taken(tracker) == [*rows, *(row + 10 for row in rows)]
+
+    def test_they_are_taken_off(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, ids(4))
+        held = [optimizer.__dict__[f"_optimizer_step_{when}_hooks"] for when in ("pre", "post")]
+        assert [len(hooks) for hooks in held] == [1, 1]
+        copy.deepcopy((model, optimizer))
+        tracker.close()
+        assert [len(hooks) for hooks in held] == [0, 0]
+        train(model, optimizer, ids(4))
+
+    def test_they_keep_nothing_alive(self) -> None:
+        model = embedding()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        tracker = weakref.ref(tracker_of(model))
+        train(model, optimizer, ids(4))
+        gc.collect()
+        assert tracker() is None
+        train(model, optimizer, ids(4))
 
 
 class TestWholeTables:
