@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from checkrun_format.quantize.engine import spread
 
@@ -16,6 +17,7 @@ Tensor = torch.Tensor
 
 _PIECE_BYTES: Final = 8 << 20
 _CHEAP_BYTES: Final = 1 << 20
+_MARK: Final = 64
 
 
 def gradient_rows(parameter: nn.Parameter) -> Tensor:
@@ -62,7 +64,8 @@ class LookedUp:
 
     Autograd adds up what the uses of a parameter in one backward made, in the memory of one of these, and each addition
     counts as a write. So a gradient in such memory, written to once less than there were lookups, is theirs alone; not
-    one of several backward passes, nor one that was clipped. Writes through `.data` and collectives are not counted.
+    one of several backward passes, nor one that was clipped. What they made is marked by many writes that were none, so
+    that no new tensor where one of them was is taken for it. Writes through `.data` and collectives are not counted.
 
     Parameters
     ----------
@@ -76,7 +79,7 @@ class LookedUp:
         self._noted_from = 0
         self._backward = -1
         self._parts: list[tuple[int, int] | None] = []
-        self._made: tuple[weakref.ref[Tensor], int] | None = None
+        self._made: tuple[weakref.ref[Tensor], tuple[int, int]] | None = None
 
     def expect(self, output: Any) -> None:
         """Learn of the gradient that will come of a module's output, if that is a lookup in the parameter itself."""
@@ -93,20 +96,24 @@ class LookedUp:
         """Note what a lookup made; it is not held, or it would not be added to in place."""
         if (backward := _this_backward()) != self._backward:
             self._backward, self._parts = backward, []
-        unknown = part is None or part.layout != torch.strided or when < self._noted_from
-        self._parts.append(None if unknown or part is None else (part.data_ptr(), part._version))  # noqa: SLF001
+        is_known = part is not None and part.layout == torch.strided and when >= self._noted_from
+        if part is None or not is_known or torch.is_grad_enabled():  # then nothing is added in place
+            self._parts.append(None)
+        else:
+            increment_version([part] * _MARK)
+            self._parts.append(_identity(part))
 
     def _see(self, parameter: nn.Parameter) -> None:
         """Look at what a backward has just made of the gradient."""
         gradient, self._made = parameter.grad, None
         if gradient is not None and self._backward == _this_backward() and None not in self._parts:
-            version = gradient._version  # noqa: SLF001 - the only way
-            if (gradient.data_ptr(), version - len(self._parts) + 1) in self._parts:
-                self._made = weakref.ref(gradient), version
+            address, version = identity = _identity(gradient)
+            if (address, version - len(self._parts) + 1) in self._parts:
+                self._made = weakref.ref(gradient), identity
 
     def made(self, gradient: Tensor) -> bool:
         """Whether they made all of it."""
-        return self._made is not None and self._made[0]() is gradient and self._made[1] == gradient._version  # noqa: SLF001
+        return self._made is not None and self._made[0]() is gradient and self._made[1] == _identity(gradient)
 
     def stepped(self) -> None:
         """An optimizer has done a step."""
@@ -116,11 +123,17 @@ class LookedUp:
         """Rows looked up before the last step, or all, are not noted any more."""
         self._steps += all_rows
         self._noted_from = self._steps
+        self._made = None
 
     def remove(self) -> None:
         """Take the hook off."""
         if self._handle is not None:
             self._handle.remove()
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Where a strided tensor is, and how often it was written to."""
+    return (tensor.data_ptr(), tensor._version) if tensor.layout == torch.strided else (0, 0)  # noqa: SLF001 - the only way
 
 
 def _this_backward() -> int:

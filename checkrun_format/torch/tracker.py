@@ -22,12 +22,13 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkrun_format.errors import InvalidInputError, TrackingWarning
 from checkrun_format.torch.gradients import LookedUp, gradient_rows, is_cheap, reached
 from checkrun_format.torch.lookups import FoundTable, Lookups, lookups_of
 from checkrun_format.torch.optimizers import why_all_rows
+from checkrun_format.torch.steps import StepHooks, uncompiled
 
 _OLDEST: Final = 1
 _LAST: Final = 255
@@ -365,10 +366,9 @@ class Tracker:
         self._handles += [table.looked_up for table in self.tables.values()]
         weakref.finalize(self, _remove, self._handles)
         this = weakref.ref(self)  # hooks on all optimizers of the process must not keep a model alive
-        self._handles += [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: _call(this, Tracker._before_step, optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: _call(this, Tracker._after_step, optimizer)),
-        ]
+        self._steps: weakref.WeakKeyDictionary[Optimizer, StepHooks] = weakref.WeakKeyDictionary()
+        meet = uncompiled(lambda optimizer, *_: _call(this, Tracker._meet, optimizer))
+        self._handles.append(register_optimizer_step_pre_hook(meet))
 
     def _hook_modules(self, found: Sequence[FoundTable]) -> None:
         hooks: dict[nn.Module, Hook] = {}
@@ -439,6 +439,20 @@ class Tracker:
             self._groups[optimizer] = (sizes, held)
             return held
         return known[1]
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """Have hooks of our own on an optimizer of tables, within those that it has by now."""
+        if not self._held(optimizer):
+            return
+        if optimizer not in self._steps:
+            this = weakref.ref(self)
+            self._steps[optimizer] = StepHooks(
+                optimizer,
+                lambda optimizer: _call(this, Tracker._before_step, optimizer),
+                lambda optimizer: _call(this, Tracker._after_step, optimizer),
+            )
+            self._handles.append(self._steps[optimizer])
+        self._steps[optimizer].move_in(optimizer)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         for _, table in self._held(optimizer):

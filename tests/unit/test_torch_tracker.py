@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -330,6 +333,108 @@ class TestSteps:
         assert taken(tracker) == "why"
 
 
+class TestOtherHooksOnSteps:
+    """What they and closures do is told from what the optimizer does."""
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    @pytest.mark.parametrize("where", ["before", "after", "closure", "named closure"])
+    @pytest.mark.parametrize("first", [False, True])
+    def test_they_write(self, sparse: bool, where: str, first: bool) -> None:
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+
+        def project(*_: object) -> None:
+            with torch.no_grad():
+                model.weight[:3].mul_(0.5)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            project()
+            loss: Any = model(ids(5)).sum()
+            loss.backward()
+            return loss
+
+        if not first:
+            train(model, optimizer, ids(4))
+            optimizer.zero_grad()
+            assert taken(tracker) == [4]
+        if where == "before":
+            optimizer.register_step_pre_hook(project)
+        elif where == "after":
+            optimizer.register_step_post_hook(project)
+        if where == "closure":
+            optimizer.step(closure)
+        elif where == "named closure":
+            optimizer.step(closure=closure)
+        else:
+            train(model, optimizer, ids(5))
+        optimizer.zero_grad()
+        assert taken(tracker) == "it was written to outside of an optimizer step"
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    @pytest.mark.parametrize("first", [False, True])
+    def test_they_forget_the_gradient(self, sparse: bool, first: bool) -> None:
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        if not first:
+            train(model, optimizer, ids(4))
+            optimizer.zero_grad()
+            assert taken(tracker) == [4]
+        optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+        (model(ids(5)).sum() + functional.embedding(ids(6), model.weight, sparse=sparse).sum()).backward()
+        optimizer.step()
+        assert taken(tracker) == [5, 6]
+
+    def test_a_closure_that_only_trains(self) -> None:
+        model = embedding(max_norm=1.0)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        losses: list[Any] = []
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            losses.append(model(ids(5)).sum())
+            losses[-1].backward()
+            return losses[-1]
+
+        assert optimizer.step(closure) is losses[0]
+        assert optimizer.step(closure=closure) is losses[1]
+        optimizer.zero_grad()
+        assert taken(tracker) == [5]
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+    def test_a_step_that_is_compiled(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), torch.optim.Adagrad(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="eager")
+        for rows in ([4, 5], [6, 7]):
+            for row in rows:
+                optimizer.zero_grad()
+                (model(ids(row)).sum() + functional.embedding(ids(row + 10), model.weight).sum()).backward()
+                step()
+            optimizer.zero_grad()
+            assert taken(tracker) == [*rows, *(row + 10 for row in rows)]
+
+    def test_they_are_taken_off(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, ids(4))
+        held = [optimizer.__dict__[f"_optimizer_step_{when}_hooks"] for when in ("pre", "post")]
+        assert [len(hooks) for hooks in held] == [1, 1]
+        copy.deepcopy((model, optimizer))
+        tracker.close()
+        assert [len(hooks) for hooks in held] == [0, 0]
+        train(model, optimizer, ids(4))
+
+    def test_they_keep_nothing_alive(self) -> None:
+        model = embedding()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        tracker = weakref.ref(tracker_of(model))
+        train(model, optimizer, ids(4))
+        gc.collect()
+        assert tracker() is None
+        train(model, optimizer, ids(4))
+
+
 class TestWholeTables:
     @pytest.mark.parametrize(
         ("make", "reason"),
@@ -573,6 +678,68 @@ class TestPastTheHooks:
         optimizer.step()
         optimizer.zero_grad()
         assert taken(tracker) == [1, 5]
+
+    @pytest.mark.usefixtures("large")
+    def test_another_tensor_where_the_gradient_of_a_lookup_was(self) -> None:
+        """As the allocator gives it the memory of one that is gone: here a hook puts it there."""
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            train(model, optimizer, ids(1))
+        more = torch.zeros(ROWS, 4)
+        more[7] = 1
+        model.weight.register_hook(lambda gradient: gradient.data.add_(more))  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        (model(ids(2)).sum() + model(ids(3)).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2, 3, 7]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_gradient_that_is_given_other_memory(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            train(model, optimizer, ids(1))
+        optimizer.zero_grad()
+        model(ids(2)).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad.data = torch.eye(ROWS, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [0, 1, 2, 3]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_gradient_that_is_put_aside_over_a_snapshot(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        model(ids(2)).sum().backward()
+        aside, model.weight.grad = model.weight.grad, None
+        optimizer.step()
+        assert taken(tracker) == [2]
+        for _ in range(5):
+            optimizer.step()
+        model.weight.grad = aside
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [2]
+
+    @pytest.mark.usefixtures("large")
+    def test_a_backward_that_makes_a_graph(self) -> None:
+        """Its gradients are not added up in place, so that memory of some is used for others."""
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            train(model, optimizer, ids(1))
+        optimizer.zero_grad()
+        loss = (model(ids(2)).square() + model(ids(3)).square() + functional.embedding(ids(4), model.weight)).sum()
+        inner = torch.autograd.grad(loss, model.weight, create_graph=True)[0].square().sum()
+        with warnings.catch_warnings(action="ignore"):
+            (loss + inner).backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [1, 2, 3, 4]
 
     @pytest.mark.usefixtures("large")
     def test_it_is_found_at_a_snapshot_at_the_latest(self) -> None:
