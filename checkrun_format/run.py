@@ -22,6 +22,7 @@ from checkrun_format.errors import (
     InvalidInputError,
     PrunedError,
 )
+from checkrun_format.fields import checked_encoder
 from checkrun_format.forecast import SavePlan
 from checkrun_format.integers import whole
 from checkrun_format.manifest import Commit, Problem
@@ -31,7 +32,7 @@ from checkrun_format.quantize import Method
 from checkrun_format.retention import Keep, Plan
 from checkrun_format.saving import Options, Saver
 from checkrun_format.staging import JoinedSave, Save, Token, join_save
-from checkrun_format.state import State, checked_encoder
+from checkrun_format.state import State
 from checkrun_format.stores import LocalStore, Store, open_store
 from checkrun_format.tags import Tags
 from checkrun_format.verify import Audit, newest_sound, verify_checkpoint, verify_run

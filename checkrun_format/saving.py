@@ -31,6 +31,7 @@ from checkrun_format.compaction import copy_table
 from checkrun_format.dlpack import Array
 from checkrun_format.encodings import Encodings
 from checkrun_format.errors import DamagedError, InvalidInputError, PrunedError, StorageError
+from checkrun_format.extra import extra_json, parse_json
 from checkrun_format.forecast import Forecaster, SavePlan, Scale
 from checkrun_format.integers import whole
 from checkrun_format.ledger import TAKEOVER, Ledger
@@ -39,17 +40,9 @@ from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BaseRule, BitRule
 from checkrun_format.quantize import Method
 from checkrun_format.reader import StoredCheckpoint
+from checkrun_format.sources import blob_bytes, table_sources, tensor_arrays
 from checkrun_format.staging import Save, checked_integer, merged_statistics
-from checkrun_format.state import (
-    ALL,
-    State,
-    TableSource,
-    blob_bytes,
-    extra_json,
-    parse_json,
-    table_sources,
-    tensor_arrays,
-)
+from checkrun_format.state import ALL, State, TableSource
 from checkrun_format.writer import PartList, Writer, objects_of
 
 

@@ -17,24 +17,14 @@ from checkrun_format.blocks import FieldPlan
 from checkrun_format.commit import Claim
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.extra import extra_json
+from checkrun_format.fields import checked_encoders, checked_store_as, field_arrays, spec_of
 from checkrun_format.integers import whole
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.policy import BitRule, FieldBits
 from checkrun_format.quantize import Method
 from checkrun_format.rows import Ids, Mask, as_ids, check_bounds, check_sign, union
-from checkrun_format.state import (
-    INHERIT,
-    All,
-    ArrayLike,
-    EncoderChoice,
-    FieldSpec,
-    Inherit,
-    checked_encoders,
-    checked_store_as,
-    extra_json,
-    field_arrays,
-    spec_of,
-)
+from checkrun_format.state import INHERIT, All, ArrayLike, EncoderChoice, FieldSpec, Inherit
 from checkrun_format.stores import Store, open_store
 from checkrun_format.writer import PartList, PartSource, Writer, add_statistics
 

@@ -19,7 +19,8 @@ from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckrunError, InvalidInputError, RankError
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run
-from checkrun_format.state import ALL, All, FieldSpec, State, TableSource, table_sources
+from checkrun_format.sources import table_sources
+from checkrun_format.state import ALL, All, FieldSpec, State, TableSource
 from checkrun_format.torch.distributed.ranks import Changed, opened
 from checkrun_format.torch.distributed.saver import Agreed, RankSave, RankSaver, row_slice
 from checkrun_format.torch.distributed.shards import Shard

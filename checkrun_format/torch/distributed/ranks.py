@@ -14,11 +14,12 @@ import numpy as np
 from checkrun_format import layout
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, CheckrunError, InvalidInputError, RankError
+from checkrun_format.extra import extra_json
 from checkrun_format.manifest import Record
 from checkrun_format.rows import Ids, union
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, Token
-from checkrun_format.state import ALL, All, extra_json
+from checkrun_format.state import ALL, All
 from checkrun_format.torch.distributed.shards import Choice, Shard, held_rows, inside, shared_tables
 
 _NONE: Ids = np.zeros(0, np.int64)

@@ -13,10 +13,11 @@ from torch import distributed as dist
 
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckrunError, InvalidInputError
+from checkrun_format.extra import extra_json, parse_json
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run
 from checkrun_format.saving import checked_step
-from checkrun_format.state import All, extra_json, parse_json
+from checkrun_format.state import All
 from checkrun_format.torch.distributed.exchange import Exchange
 from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report
 from checkrun_format.torch.distributed.shards import Choice, Shard, on_host, parts, staged
