@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from checkrun_format import dlpack, dtypes, layout, quantize
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.integers import whole
 from checkrun_format.quantize import Method
+from checkrun_format.rows import Ids, Selection
 from checkrun_format.state import ArrayLike, EncoderChoice, FieldSpec, as_dict
 
 _MOST_COLUMNS = 2**27 - 1
@@ -45,6 +46,16 @@ def common_rows(table: str, arrays: Mapping[str, Array]) -> int:
     if len(set(counts.values())) != 1:
         raise InvalidInputError(f"table {table!r}: its fields have different numbers of rows: {counts}")
     return next(iter(counts.values()))
+
+
+def array_fetch(arrays: Mapping[str, Array], order: Ids | None) -> Callable[[Selection], dict[str, Array]]:
+    """What gives the values of some rows, by position; in the order `order` if the arrays have another."""
+
+    def fetch(selection: Selection) -> dict[str, Array]:
+        at = selection if order is None else order[selection]
+        return {name: array[at] for name, array in arrays.items()}
+
+    return fetch
 
 
 def spec_of(name: str, array: Array) -> FieldSpec:

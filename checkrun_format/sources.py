@@ -12,6 +12,7 @@ from checkrun_format import dlpack, layout
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.fields import (
+    array_fetch,
     checked_encoders,
     checked_store_as,
     common_rows,
@@ -57,7 +58,7 @@ def table_source(name: object, table: object) -> TableSource:
         fields = tuple(spec_of(field_name, array) for field_name, array in arrays.items())
         rows = common_rows(text, arrays)
         keys, key_dtype, order = _keys(text, table, rows)
-        fetch = _array_fetch(arrays, order)
+        fetch = array_fetch(arrays, order)
     else:
         fields, rows = _function_fields(text, table, table.function)
         keys, key_dtype, order = _keys(text, table, rows)
@@ -90,14 +91,6 @@ def _function_fields(name: str, table: Table, function: Function) -> tuple[tuple
         return specs, whole(function.rows, f"table {name!r}: rows={function.rows!r} is no number of rows", least=0)
     what = f"table {name!r}, keys"
     return specs, as_ids(dlpack.to_numpy(table.keys, what), what).size
-
-
-def _array_fetch(arrays: Mapping[str, Array], order: Ids | None) -> Callable[[Selection], dict[str, Array]]:
-    def fetch(selection: Selection) -> dict[str, Array]:
-        at = selection if order is None else order[selection]
-        return {name: array[at] for name, array in arrays.items()}
-
-    return fetch
 
 
 def _function_fetch(
