@@ -10,12 +10,13 @@ import msgspec
 
 from checkrun_format.blocks import FieldPlan, Values
 from checkrun_format.errors import InvalidInputError
+from checkrun_format.fields import fetched
 from checkrun_format.forecast import TablePlanned
 from checkrun_format.manifest import Field, TableEntry
 from checkrun_format.planning import TablePlan
 from checkrun_format.quantize import Quantized
 from checkrun_format.rows import Selection
-from checkrun_format.state import ArrayLike, TableSource, fetched
+from checkrun_format.state import ArrayLike, TableSource
 from checkrun_format.tracking import Touched, of_ids
 from checkrun_format.writer import PartList, PartSource
 

@@ -22,11 +22,11 @@ from checkrun_format.commit import (
 )
 from checkrun_format.encodings import Encodings
 from checkrun_format.errors import ConcurrentCommitError, InvalidInputError
+from checkrun_format.extra import extra_json, parse_json
 from checkrun_format.judging import Overlay
 from checkrun_format.ledger import Ledger
 from checkrun_format.manifest import Commit, TableEntry
 from checkrun_format.staging import Outlook, Token
-from checkrun_format.state import extra_json, parse_json
 from checkrun_format.stores import Store
 from checkrun_format.writer import PartList
 

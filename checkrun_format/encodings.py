@@ -6,16 +6,65 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from checkrun_format import quantize
 from checkrun_format.alike import encoded_alike
 from checkrun_format.blocks import FieldPlan
-from checkrun_format.errors import UnquantizedWarning
+from checkrun_format.errors import InvalidInputError, UnquantizedWarning
 from checkrun_format.ledger import Ledger
 from checkrun_format.manifest import Field, TableEntry
-from checkrun_format.policy import BitRule, can_be_quantized
+from checkrun_format.policy import BitRule, FieldBits, can_be_quantized
 from checkrun_format.quantize import Method
-from checkrun_format.staging import field_plans
 from checkrun_format.state import INHERIT, FieldSpec, Inherit, TableSource
 from checkrun_format.writer import PartList
+
+
+def field_plans(
+    table: str,
+    specs: Sequence[FieldSpec],
+    starts: Mapping[str, int],
+    *,
+    rule: BitRule,
+    bits: FieldBits | Inherit,
+    encoders: Mapping[str, Method],
+    encoder: Method | None,
+    store_as: Mapping[str, str],
+    restores: int,
+) -> list[FieldPlan]:
+    """How each field is to be encoded; by `encoder` where `encoders` has none for it.
+
+    Raises
+    ------
+    InvalidInputError
+        Bits for a field that cannot be quantized, or both bits and store_as.
+    """
+    if isinstance(bits, Mapping):
+        unknown = set(bits) - {spec.name for spec in specs}
+        if unknown:
+            raise InvalidInputError(f"table {table!r}, bits: the table has no field {min(unknown)!r}")
+    plans = []
+    for spec in specs:
+        chosen = rule.for_field(table, bits, spec, restores)
+        narrow = store_as.get(spec.name)
+        if chosen is not None and narrow is not None:
+            raise InvalidInputError(f"table {table!r}, field {spec.name!r}: both bits and store_as; give one")
+        method = None if chosen is None else quantize.method(encoders.get(spec.name, encoder), chosen)
+        if spec.device is not None and method is not None and method.name == "torch_compat":
+            raise InvalidInputError(
+                f"table {table!r}, field {spec.name!r}: torch_compat encodes arrays on the CPU, not on {spec.device}"
+            )
+        plans.append(
+            FieldPlan(
+                name=spec.name,
+                dtype=spec.dtype,
+                columns=spec.columns,
+                start=starts.get(spec.name, 0),
+                bits=chosen,
+                encoder=method,
+                store_as=narrow,
+                device=spec.device,
+            )
+        )
+    return plans
 
 
 class Encodings:

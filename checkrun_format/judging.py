@@ -14,10 +14,10 @@ from checkrun_format.commit import Claim
 from checkrun_format.errors import DamagedError, InvalidInputError
 from checkrun_format.ledger import Ledger
 from checkrun_format.manifest import Commit, TableEntry, commit_object, parse_occupant
+from checkrun_format.partlists import check_coverage, merged_statistics, merged_tables, table_entry
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import check_layer
 from checkrun_format.rows import Ids, RowSet, union
-from checkrun_format.staging import check_coverage, merged_statistics, merged_tables, table_entry
 from checkrun_format.stores import Store
 from checkrun_format.tracking import Touched
 from checkrun_format.writer import PartList

@@ -35,6 +35,20 @@ def sorted_ids(values: npt.NDArray[Any], what: str) -> Ids:
     return ids
 
 
+def ascending(ids: Ids, what: str) -> tuple[Ids, Ids | None]:
+    """Ids in ascending order, in memory of their own, and the order that sorts them; None if they are sorted.
+
+    Raises
+    ------
+    InvalidInputError
+        An id is there twice.
+    """
+    if ids.size < 2 or bool((ids[1:] > ids[:-1]).all()):
+        return ids.copy(), None
+    order = np.argsort(ids, kind="stable")
+    return sorted_ids(ids[order], what), order
+
+
 def as_ids(values: npt.NDArray[Any], what: str) -> Ids:
     """Row ids or keys as int64 in the order given."""
     if values.ndim != 1:

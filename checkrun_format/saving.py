@@ -31,25 +31,19 @@ from checkrun_format.compaction import copy_table
 from checkrun_format.dlpack import Array
 from checkrun_format.encodings import Encodings
 from checkrun_format.errors import DamagedError, InvalidInputError, PrunedError, StorageError
+from checkrun_format.extra import extra_json, parse_json
 from checkrun_format.forecast import Forecaster, SavePlan, Scale
 from checkrun_format.integers import whole
 from checkrun_format.ledger import TAKEOVER, Ledger
 from checkrun_format.manifest import Commit, PolicyNote, parse_occupant
+from checkrun_format.partlists import merged_statistics
 from checkrun_format.planning import TablePlan, plan_table
 from checkrun_format.policy import BaseRule, BitRule
 from checkrun_format.quantize import Method
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.staging import Save, checked_integer, merged_statistics
-from checkrun_format.state import (
-    ALL,
-    State,
-    TableSource,
-    blob_bytes,
-    extra_json,
-    parse_json,
-    table_sources,
-    tensor_arrays,
-)
+from checkrun_format.sources import blob_bytes, table_sources, tensor_arrays
+from checkrun_format.staging import Save
+from checkrun_format.state import ALL, State, TableSource
 from checkrun_format.writer import PartList, Writer, objects_of
 
 
@@ -357,9 +351,7 @@ class Saver:
     def begin(self, step: object, writers: object, parent: int | str | None, finished: Callable[[Commit], Any]) -> Save:
         """Begin a save by several writers; see `Run.begin`. `finished` makes of the commit what the caller gets."""
         self.ledger.check_may_save()
-        count = checked_integer(writers, "writers")
-        if count < 1:
-            raise InvalidInputError(f"writers={writers!r}; at least 1")
+        count = whole(writers, f"writers={writers!r}; a number from 1 on", least=1)
         number = checked_step(step)
         self._attempts.as_known(lambda: self._chooser.named(parent))
         decided = self._attempts.as_known(lambda: self._chooser.decide(parent))

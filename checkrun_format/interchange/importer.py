@@ -13,6 +13,7 @@ from checkrun_format import dtypes
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import BurntNumberWarning, InvalidInputError, NotARunError, RunNotFoundError
+from checkrun_format.extra import extra_json
 from checkrun_format.integers import whole
 from checkrun_format.interchange import inventory, kinds
 from checkrun_format.interchange.comparison import compare, recorded_bits, recorded_plans, same_bits
@@ -21,7 +22,7 @@ from checkrun_format.interchange.inventory import FileTable, Inventory
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run, open_run
 from checkrun_format.saving import checked_step
-from checkrun_format.state import ALL, All, State, Table, extra_json
+from checkrun_format.state import ALL, All, State, Table
 from checkrun_format.stores import Store
 from checkrun_format.view import TableView
 

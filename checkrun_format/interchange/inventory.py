@@ -19,7 +19,8 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.interchange.contents import Array, Contents
 from checkrun_format.manifest import Field, TableKind
 from checkrun_format.rows import Ids, Selection, as_ids, as_slice, key_dtype_of
-from checkrun_format.state import Table, table_source
+from checkrun_format.sources import table_source
+from checkrun_format.state import Table
 
 MANY_ROWS: Final = 10_000
 """A tensor (rows, columns) of more rows is a table, if no pattern says what is one."""

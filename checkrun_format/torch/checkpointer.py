@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import logging
 import os
@@ -17,24 +16,25 @@ from torch import nn
 
 from checkrun_format.arranging import Stage
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import InvalidInputError, SaveCancelledError
+from checkrun_format.checkpoints import number_of
+from checkrun_format.errors import CheckpointNotFoundError, InvalidInputError, SaveCancelledError
 from checkrun_format.integers import whole
-from checkrun_format.run import Run, open_run
+from checkrun_format.run import Run
 from checkrun_format.state import State, Table
 from checkrun_format.torch.changes import Changes
-from checkrun_format.torch.content import Content, Fit, Stateful, Told, merged
+from checkrun_format.torch.content import Content, Stateful, Told
 from checkrun_format.torch.inspection import Inspection
 from checkrun_format.torch.lookups import Tables, find_tables
-from checkrun_format.torch.optimizers import Optimizers, named_optimizers
+from checkrun_format.torch.optimizers import Optimizers
 from checkrun_format.torch.pending import PendingSave
 from checkrun_format.torch.readers import ReaderBudget
 from checkrun_format.torch.schedule import Schedule
 from checkrun_format.torch.snapshot import Copier
 from checkrun_format.torch.tracker import Tracker
+from checkrun_format.torch.trainers import Alone, opened, taken_apart
 
 if TYPE_CHECKING:
     from checkrun_format.torch.distributed.ranked import RankedRun
-    from checkrun_format.torch.torchrec import ShardedModel
 
 OnBusy: TypeAlias = Literal["wait", "skip", "cancel"]
 
@@ -136,13 +136,14 @@ class Checkpointer:
     ) -> None:
         self._schedule = Schedule(every, budget)
         self._on_busy = _checked_on_busy(on_busy)
-        sharded, model, named = _of_model(model, optimizer)
+        sharded, model, named = taken_apart(model, optimizer)
         found = find_tables(model, tables)
         self._content = Content(model, named, found, stateful or {}, sharded)
         if isinstance(run, Run) and options:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
         self._opened, self._closed = not isinstance(run, Run), False
-        self.run: Run | RankedRun = _of_ranks(run, options, process_group, timeout, sharded)
+        self.run: Run | RankedRun = opened(run, options, process_group, timeout, sharded)
+        self._ranks: Alone | RankedRun = Alone() if isinstance(self.run, Run) else self.run
         optimizers = self._content.optimizers.optimizers.values()
         self.tracker = Tracker(found, self._content.optimizers.state_of, optimizers)
         if sharded is not None:
@@ -303,14 +304,10 @@ class Checkpointer:
             if self._pending is not None and self._pending.done():
                 self._settle("wait")
             due = self._schedule.is_due(self.step)
-            due = self._agreed(due) if self._schedule.by_time else due
+            due = self._ranks.agreed(due) if self._schedule.by_time else due
             return self.save_async(extra=extra) if due else None
         finally:
             self._schedule.allow(self.step)  # after a failure, too: whoever goes on must not wait for batches for ever
-
-    def _agreed(self, decision: object) -> bool:
-        """What all ranks decide: rank 0's decision."""
-        return bool(decision if isinstance(self.run, Run) else self.run.agreed(decision))
 
     @property
     def until_save(self) -> int | None:
@@ -351,7 +348,7 @@ class Checkpointer:
         pending = self._pending
         if pending is None:
             return True
-        if on_busy == "skip" and not self._agreed(pending.done()):
+        if on_busy == "skip" and not self._ranks.agreed(pending.done()):
             return False
         if on_busy == "cancel":
             pending.cancel()
@@ -427,14 +424,13 @@ class Checkpointer:
         chosen = self._chosen(checkpoint, missing_ok=missing_ok, fallback=fallback)
         if chosen is None:
             return None
-        with self._together("restore"):
-            rank, ranks = (0, 1) if isinstance(self.run, Run) else (self.run.rank, self.run.ranks)
-            told = Told.of(chosen.extra, rank, ranks)
+        with self._ranks.together("restore"):
+            told = Told.of(chosen.extra, self._ranks.rank, self._ranks.ranks)
             fit = self._content.fit(chosen, told)
             if strict:
-                _refuse_misfits(chosen, fit)
+                fit.refuse_problems(chosen.sequence)
         self.tracker.mark_all("a restore has failed")  # as long as it has not succeeded
-        with self._together("restore"):
+        with self._ranks.together("restore"):
             self._content.restore(fit, chosen, told)
         self.run.restored_from(chosen)
         self._go_on_from(chosen, fit.partial)
@@ -442,21 +438,18 @@ class Checkpointer:
             checkpoint=chosen, step=chosen.step, extra=told.extra, extras=told.extras, problems=fit.problems
         )
 
-    def _together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """In which a failure of one rank is one of all."""
-        return contextlib.nullcontext() if isinstance(self.run, Run) else self.run.together(what)
-
     def _chosen(self, checkpoint: int | Checkpoint | None, *, missing_ok: bool, fallback: bool) -> Checkpoint | None:
-        if fallback and checkpoint is not None:
-            raise InvalidInputError("fallback=True looks for the checkpoint itself: give no number")
-        if checkpoint is None and missing_ok and self.run.latest(default=None) is None:
-            return None
-        if fallback:
-            return self.run.newest_sound()
-        if checkpoint is None:
-            latest: Checkpoint = self.run.latest()
-            return latest
-        return self.run[checkpoint.sequence if isinstance(checkpoint, Checkpoint) else checkpoint]
+        if checkpoint is not None:
+            if fallback:
+                raise InvalidInputError("fallback=True looks for the checkpoint itself: give no number")
+            return self.run[number_of(checkpoint, "restore")]
+        try:
+            found: Checkpoint = self.run.newest_sound() if fallback else self.run.latest()
+        except CheckpointNotFoundError:
+            if missing_ok:
+                return None
+            raise
+        return found
 
     def _go_on_from(self, checkpoint: Checkpoint, partial: Sequence[str]) -> None:
         self._changes.restored(partial)
@@ -465,42 +458,6 @@ class Checkpointer:
         self.step = checkpoint.step or 0
         self._schedule.begun()
         self._schedule.allow(self.step)
-
-
-def _of_model(
-    model: nn.Module, optimizer: Optimizers
-) -> tuple[ShardedModel | None, nn.Module, Mapping[str, torch.optim.Optimizer]]:
-    """What TorchRec cut over the ranks, the model without its wrapper, and the other optimizers."""
-    if not (hasattr(model, "fused_optimizer") and hasattr(model, "plan")):
-        return None, model, named_optimizers(optimizer)
-    from checkrun_format.torch.torchrec import ShardedModel, plain_optimizers
-
-    sharded = ShardedModel(model)
-    return sharded, sharded.module, plain_optimizers(optimizer)
-
-
-def _refuse_misfits(checkpoint: Checkpoint, fit: Fit) -> None:
-    if fit.problems:
-        raise InvalidInputError(
-            f"checkpoint {checkpoint.sequence} does not fit: {'; '.join(fit.problems[:10])}"
-            + (f"; and {len(fit.problems) - 10} more" if len(fit.problems) > 10 else "")
-            + " (strict=False reads what fits)"
-        )
-
-
-def _of_ranks(
-    run: Run | str | os.PathLike[str],
-    options: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
-    timeout: dt.timedelta,
-    sharded: ShardedModel | None,
-) -> Run | RankedRun:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
-    if several or sharded is not None:
-        from checkrun_format.torch.distributed.ranked import RankedRun
-
-        return RankedRun(run, options, process_group, timeout, sharded=sharded, merge=merged)
-    return run if isinstance(run, Run) else open_run(run, "a", **options)
 
 
 def _checked_on_busy(on_busy: OnBusy) -> OnBusy:

@@ -106,6 +106,15 @@ class Fit:
     tensors: tuple[str, ...]
     partial: tuple[str, ...]
 
+    def refuse_problems(self, sequence: int) -> None:
+        """Refuse the checkpoint of this number if there are any."""
+        if self.problems:
+            raise InvalidInputError(
+                f"checkpoint {sequence} does not fit: {'; '.join(self.problems[:10])}"
+                + (f"; and {len(self.problems) - 10} more" if len(self.problems) > 10 else "")
+                + " (strict=False reads what fits)"
+            )
+
 
 class Content:
     """All that is saved and restored.

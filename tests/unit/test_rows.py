@@ -20,6 +20,7 @@ from checkrun_format.rows import (
     WantedRange,
     as_ids,
     as_slice,
+    ascending,
     check_bounds,
     is_in_sorted,
     length,
@@ -94,6 +95,16 @@ class TestIds:
     def test_what_is_sorted_is_not_copied(self) -> None:
         given = ids(1, 2, 9)
         assert np.shares_memory(sorted_ids(given, "ids"), given)
+
+    def test_ascending_tells_the_order(self) -> None:
+        given = ids(9, 2, 5)
+        ordered, order = ascending(given, "keys")
+        assert ordered.tolist() == [2, 5, 9] and order is not None and order.tolist() == [1, 2, 0]
+        again, order = ascending(ordered, "keys")
+        assert again.tolist() == [2, 5, 9] and order is None and not np.shares_memory(again, ordered)
+        for twice in (ids(3, 3), ids(4, 1, 4)):
+            with pytest.raises(InvalidInputError, match=r"keys: [34] is there more than once"):
+                ascending(twice, "keys")
 
     def test_the_input_is_never_changed(self) -> None:
         given = ids(9, 2, 1)

@@ -474,24 +474,18 @@ class TestRefused:
         first_save(run, {"t": table()})
         assert run.latest().sequence == 1
 
-    def test_gap(self) -> None:
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [
+            pytest.param((0, 5), (6, 12), id="gap"),
+            pytest.param((0, 6), (5, 12), id="overlap"),
+            pytest.param((0, 6), (5, 11), id="gap and overlap of one size"),
+        ],
+    )
+    def test_ranges_that_are_not_the_table(self, first: tuple[int, int], second: tuple[int, int]) -> None:
         def puts(writers: list[crf.StagedWriter]) -> None:
-            put_rows(writers[0], "t", table(), 0, 5)
-            put_rows(writers[1], "t", table(), 6, 12)
-
-        self.refused(puts, "LAY-1")
-
-    def test_overlap(self) -> None:
-        def puts(writers: list[crf.StagedWriter]) -> None:
-            put_rows(writers[0], "t", table(), 0, 6)
-            put_rows(writers[1], "t", table(), 5, 12)
-
-        self.refused(puts, "LAY-1")
-
-    def test_gap_and_overlap_of_one_size(self) -> None:
-        def puts(writers: list[crf.StagedWriter]) -> None:
-            put_rows(writers[0], "t", table(), 0, 6)
-            put_rows(writers[1], "t", table(), 5, 11)
+            put_rows(writers[0], "t", table(), *first)
+            put_rows(writers[1], "t", table(), *second)
 
         self.refused(puts, "LAY-1")
 
@@ -687,6 +681,10 @@ class TestRefused:
                 writers[0].put("t", table(), **wrong)
             put_rows(writers[0], "t", table(), 0, 12)
             assert same_fields(save.commit(finished(writers)).table("t").read(), table())
+
+    def test_a_table_of_less_than_no_rows(self) -> None:
+        with new_run().begin(writers=1) as save, pytest.raises(InvalidInputError, match="'t', of: -1 is no number of"):
+            save.writer(0).put("t", taken(table(), []), rows=[], of=-1)
 
     def test_writers_are_numbered(self) -> None:
         run = new_run()

@@ -269,6 +269,21 @@ def test_an_altered_state_of_generators_changes_none(part: dict[str, Any]) -> No
 
 
 class TestRestoring:
+    def test_fallback_passes_over_damage_where_there_may_be_nothing(self, tmp_path: Path) -> None:
+        with Checkpointer(tmp_path, Model(), durable=False) as checkpointer:
+            assert checkpointer.restore(missing_ok=True, fallback=True) is None
+            with pytest.raises(crf.CheckpointNotFoundError):
+                checkpointer.restore(fallback=True)
+            checkpointer.save(1)
+            checkpointer.save(2)
+        (tmp_path / "00000002/zarr.json").write_bytes(b"{")
+        with Checkpointer(tmp_path, Model(), durable=False) as checkpointer:
+            with pytest.raises(crf.DamagedError, match="00000002"):
+                checkpointer.restore(missing_ok=True)
+            with pytest.warns(crf.FallbackWarning, match="restoring checkpoint 1; newer ones"):
+                restored = checkpointer.restore(missing_ok=True, fallback=True)
+            assert restored is not None and (restored.checkpoint.sequence, checkpointer.step) == (1, 1)
+
     def test_an_empty_run(self, tmp_path: Path) -> None:
         model, optimizers = made("sgd")
         with Checkpointer(tmp_path, model, optimizers) as checkpointer:

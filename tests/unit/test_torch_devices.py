@@ -19,6 +19,7 @@ import checkrun_format as crf
 from checkrun_format import devices, dlpack
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.torch import Checkpointer
+from checkrun_format.torch.distributed import RankSaver
 from checkrun_format.torch.distributed.ranked import RankedRun
 from checkrun_format.torch.snapshot import Copier
 
@@ -100,3 +101,17 @@ def test_replicas(tmp_path: Path) -> None:
     assert np.array_equal(made.table("t").read()["sum"], sums.numpy())
     assert np.array_equal(made.tensor("bias"), weight[0].numpy())
     assert made.table("t").stored_rows == 1
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_the_checkpoint_that_all_ranks_choose(tmp_path: Path) -> None:
+    run = crf.open_run(tmp_path, "a", durable=False)
+    saver = RankSaver(run)
+    assert saver.chosen(missing_ok=True) is None
+    with pytest.raises(crf.CheckpointNotFoundError):
+        saver.chosen()
+    for step in (10, 20):
+        run.save(crf.State(extra=step), step=step)
+    assert [(found := saver.chosen(number)) and found.step for number in (None, 1)] == [20, 10]
+    with pytest.raises(crf.CheckpointNotFoundError):
+        saver.chosen(3, missing_ok=True)

@@ -16,11 +16,12 @@ from checkrun_format import dlpack, dtypes
 from checkrun_format.arranging import Stage, Stored
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import CheckrunError, InvalidInputError, RankError
+from checkrun_format.errors import InvalidInputError, RankError
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run
-from checkrun_format.state import ALL, All, FieldSpec, State, TableSource, table_sources
-from checkrun_format.torch.distributed.ranks import Changed, opened
+from checkrun_format.sources import table_sources
+from checkrun_format.state import ALL, All, FieldSpec, State, TableSource
+from checkrun_format.torch.distributed.ranks import Changed, by_first, opened
 from checkrun_format.torch.distributed.saver import Agreed, RankSave, RankSaver, row_slice
 from checkrun_format.torch.distributed.shards import Shard
 
@@ -72,26 +73,13 @@ class RankedRun:
             nonlocal run
             run = run if isinstance(run, Run) else opened(run, options, commits=True)
 
-        self._by_first(open_first)
+        by_first(self._group, open_first)
         self._run = run if isinstance(run, Run) else opened(run, options, commits=False)
         self._saver = RankSaver(self._run, process_group=process_group, timeout=timeout)
 
-    def _by_first(self, act: Callable[[], Any]) -> Any:
-        """What rank 0 finds, on every rank. A collective."""
-        told: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                told = [act()]
-            except CheckrunError as error:
-                told = [error]
-        dist.broadcast_object_list(told, group=self._group, group_src=0)
-        if isinstance(told[0], CheckrunError):
-            raise told[0]
-        return told[0]
-
     def agreed(self, value: Any) -> Any:
         """Rank 0's value, where those of the ranks may differ. A collective."""
-        return self._by_first(lambda: value)
+        return by_first(self._group, lambda: value)
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -111,12 +99,12 @@ class RankedRun:
             latest = self._run.latest(**options) if default is _REQUIRED else self._run.latest(None, **options)
             return None if latest is None else latest.sequence
 
-        number = self._by_first(found)
+        number = by_first(self._group, found)
         return default if number is None else self._run[number]
 
     def newest_sound(self) -> Checkpoint:
         """The newest checkpoint that is sound, as rank 0 finds. A collective."""
-        return self._run[self._by_first(lambda: self._run.newest_sound().sequence)]
+        return self._run[by_first(self._group, lambda: self._run.newest_sound().sequence)]
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from torch import distributed as dist
 
 from checkrun_format import layout
 from checkrun_format.checkpoint import Checkpoint
 from checkrun_format.errors import CheckpointNotFoundError, CheckrunError, InvalidInputError, RankError
+from checkrun_format.extra import extra_json
 from checkrun_format.manifest import Record
 from checkrun_format.rows import Ids, union
 from checkrun_format.run import Run, open_run
 from checkrun_format.staging import Save, StagedWriter, Token
-from checkrun_format.state import ALL, All, extra_json
+from checkrun_format.state import ALL, All
 from checkrun_format.torch.distributed.shards import Choice, Shard, held_rows, inside, shared_tables
+
+_T = TypeVar("_T")
 
 _NONE: Ids = np.zeros(0, np.int64)
 
@@ -359,6 +363,21 @@ def opened(url: str | os.PathLike[str], options: Mapping[str, Any], *, commits: 
     if commits:
         return open_run(url, "a", **options)
     return open_run(url, **{name: given for name, given in options.items() if name not in ("keep", "takeover")})
+
+
+def by_first(group: dist.ProcessGroup | None, act: Callable[[], _T]) -> _T:
+    """What rank 0 finds, or why it fails, on every rank of a group. A collective."""
+    told: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            told = [act()]
+        except CheckrunError as error:
+            told = [error]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    if isinstance(told[0], CheckrunError):
+        raise told[0]
+    found: _T = told[0]
+    return found
 
 
 def failed(rank: int, error: BaseException) -> RankError:

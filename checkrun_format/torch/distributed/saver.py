@@ -12,13 +12,14 @@ import torch
 from torch import distributed as dist
 
 from checkrun_format.checkpoint import Checkpoint
-from checkrun_format.errors import CheckrunError, InvalidInputError
+from checkrun_format.errors import InvalidInputError
+from checkrun_format.extra import extra_json, parse_json
 from checkrun_format.rows import Ids
 from checkrun_format.run import Run
 from checkrun_format.saving import checked_step
-from checkrun_format.state import All, extra_json, parse_json
+from checkrun_format.state import All
 from checkrun_format.torch.distributed.exchange import Exchange
-from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report
+from checkrun_format.torch.distributed.ranks import Coordinator, Member, Order, Report, by_first
 from checkrun_format.torch.distributed.shards import Choice, Shard, on_host, parts, staged
 
 TIMEOUT = dt.timedelta(minutes=10)
@@ -250,17 +251,15 @@ class RankSaver:
         CheckpointNotFoundError, DamagedError, PrunedError
             On every rank.
         """
-        told: list[Any] = [checkpoint]
-        if self.exchange.rank == 0 and checkpoint is None:
-            try:
-                latest = self.run.latest(default=None) if missing_ok else self.run.latest()
-                told = [None if latest is None else latest.sequence]
-            except CheckrunError as error:
-                told = [error]
-        dist.broadcast_object_list(told, group=self._group, group_src=0)
-        if isinstance(told[0], CheckrunError):
-            raise told[0]
-        return None if told[0] is None else self.run[told[0]]
+
+        def found() -> int | None:
+            if checkpoint is not None:
+                return checkpoint
+            latest = self.run.latest(default=None) if missing_ok else self.run.latest()
+            return None if latest is None else latest.sequence
+
+        number = by_first(self._group, found)
+        return None if number is None else self.run[number]
 
     def restored(self, checkpoint: Checkpoint) -> None:
         """Say that all ranks have read a checkpoint into what they train: the next save goes on from it."""
