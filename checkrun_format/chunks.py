@@ -26,11 +26,9 @@ import numpy.typing as npt
 from checkrun_format import dtypes, layout
 from checkrun_format.errors import DamagedError, PrunedError, UnsupportedFeatureError
 from checkrun_format.manifest import ArrayEntry, Pruned, parse_occupant
+from checkrun_format.partfile import CHECKSUM_BYTES
 from checkrun_format.stores import Buffer, Store
 from checkrun_format.workers import Budget, ProcessLock
-
-CHECKSUM_BYTES = 4
-"""At the end of each chunk object (ZAR-3)."""
 
 _SLICE_BYTES = 1 << 20
 """Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""

@@ -18,7 +18,7 @@ from checkrun_format.errors import DamagedError, InvalidInputError, RowNotFoundE
 from checkrun_format.manifest import Field
 from checkrun_format.placement import Placement
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import Layers, fill, live_keys
+from checkrun_format.resolver import Layers, check_rows, fill, live_keys
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
 from checkrun_format.state import ArrayLike
 from checkrun_format.workers import Budget, Workers
@@ -219,8 +219,7 @@ class TableView:
     def _fill(
         self, wanted: Wanted, cut: Mapping[str, Cut], targets: Mapping[str, Array], workers: Workers, budget: Budget
     ) -> None:
-        if len(wanted):
-            fill(self.layers(), wanted, targets, cut, workers, budget.rows)
+        fill(self.layers(), wanted, targets, cut, workers, budget.rows)
 
     def _cut(self, columns: slice | None, names: Sequence[str] | None, out: object) -> dict[str, Cut]:
         """The columns of each field that is read."""
@@ -229,6 +228,8 @@ class TableView:
     def _destinations(
         self, count: int, cut: Mapping[str, Cut], out: Mapping[str, ArrayLike] | None, placement: Placement
     ) -> dict[str, Array]:
+        if count == len(self):
+            check_rows(self.layers())
         return self._fresh(cut, count, placement) if out is None else self._targets(out, count, cut, placement)
 
     def _chosen(self, names: Sequence[str] | None) -> list[Field]:
