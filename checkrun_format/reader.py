@@ -103,12 +103,17 @@ class StoredCheckpoint:
         UnsupportedFeatureError
             This table cannot be read by this library (TAB-1).
         """
-        if table not in self._entries:
-            known = ", ".join(map(repr, list(self._entries)[:5])) or "none"
-            raise TableNotFoundError(f"checkpoint {self.commit.sequence} has no table {table!r}; it has {known}")
-        entry = self._entries[table]
-        check_table(entry, self.commit.sequence, self.place("manifest.json"))
-        return entry
+        if table not in self._readable:
+            if table not in self._entries:
+                known = ", ".join(map(repr, list(self._entries)[:5])) or "none"
+                raise TableNotFoundError(f"checkpoint {self.commit.sequence} has no table {table!r}; it has {known}")
+            check_table(self._entries[table], self.commit.sequence, self.place("manifest.json"))
+            self._readable[table] = self._entries[table]
+        return self._readable[table]
+
+    @functools.cached_property
+    def _readable(self) -> dict[str, TableEntry]:
+        return {}
 
     def has(self, table: str) -> bool:
         """Whether the checkpoint has a table of this name."""

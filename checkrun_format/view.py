@@ -26,6 +26,9 @@ from checkrun_format.workers import Budget, Workers
 Cut: TypeAlias = tuple[int, int]
 """A range of columns."""
 
+_MANY_ROWS = 1 << 16
+"""Rows from which on it is asked first whether they are stored, before there is memory for them."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -228,7 +231,7 @@ class TableView:
     def _destinations(
         self, count: int, cut: Mapping[str, Cut], out: Mapping[str, ArrayLike] | None, placement: Placement
     ) -> dict[str, Array]:
-        if count == len(self):
+        if count == self._entry.rows and count > _MANY_ROWS:
             check_rows(self.layers())
         return self._fresh(cut, count, placement) if out is None else self._targets(out, count, cut, placement)
 
