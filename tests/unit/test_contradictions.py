@@ -151,12 +151,12 @@ def test_a_contradiction_is_damage(what: str) -> None:
     fault = FAULTS[what]
     run, sound = run_of(changed(fault.number, fault.name, fault.change)), run_of(intact())
     for name in run_of(intact())[fault.number].tables:
-        for read in (load, read_all):
-            if name in fault.tables:
+        if name in fault.tables:
+            for read in (load, read_all):
                 with pytest.raises(crf.DamagedError, match=re.escape(fault.told)):
                     read(run[fault.number], name)
-            else:
-                assert read(run[fault.number], name) == read(sound[fault.number], name)
+        else:
+            assert read_all(run[fault.number], name) == read_all(sound[fault.number], name)
     problems = [problem.message for problem in run.verify(fault.number) if problem.kind == "damaged"]
     assert any(fault.told in message for message in problems), problems
 
