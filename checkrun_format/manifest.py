@@ -5,6 +5,7 @@ For each document there is `parse_x`, which gives the record or raises, and `val
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -486,6 +487,14 @@ def parse_manifest(data: bytes, place: str) -> Manifest:
     if manifest.extra is not None and manifest.extra_blob is not None:
         raise DamagedError(place, "it has extra and extra_blob (5.4)")
     return manifest
+
+
+def copied(value: Any, place: str) -> Any:
+    """A copy of a document's JSON values, for somebody to change."""
+    try:
+        return copy.deepcopy(value)
+    except RecursionError as error:
+        raise DamagedError(place, "it is nested too deep") from error
 
 
 def _check_addressing(table: TableEntry, place: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
@@ -268,10 +267,10 @@ class StoredCheckpoint:
         """The trainer's state, as JSON values."""
         span = self.manifest.extra_blob
         if span is None:
-            return copy.deepcopy(self.manifest.extra)
+            return documents.copied(self.manifest.extra, self.place("manifest.json"))
         try:
             return json.loads(self.blob(span))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DamagedError(self.place("manifest.json"), f"extra_blob is no JSON: {error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -15,7 +14,7 @@ from checkrun_format import dlpack, dtypes
 from checkrun_format.chain import History
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import DamagedError, InvalidInputError, RowNotFoundError
-from checkrun_format.manifest import Field
+from checkrun_format.manifest import Field, copied
 from checkrun_format.placement import Placement
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import Layers, check_rows, fill, live_keys
@@ -66,7 +65,8 @@ class TableView:
     @property
     def fields(self) -> tuple[Field, ...]:
         """Names, logical dtypes and columns of the fields."""
-        return tuple(msgspec.structs.replace(f, encoder=copy.deepcopy(f.encoder)) for f in self._entry.fields)
+        place = self._stored.place("manifest.json")
+        return tuple(msgspec.structs.replace(f, encoder=copied(f.encoder, place)) for f in self._entry.fields)
 
     @property
     def addressing(self) -> str:

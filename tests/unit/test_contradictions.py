@@ -235,6 +235,22 @@ def test_tensors_and_blobs_that_are_not_there(what: str) -> None:
         assert any("TEN-2" in problem.message for problem in run.verify(1))
 
 
+def test_state_that_is_nested_too_deep() -> None:
+    """Legal JSON that cannot be copied: one of our errors, never RecursionError; what does not need it is read."""
+    deep: Json = 0
+    for _ in range(500):
+        deep = [deep]
+    run = run_of(changed(1, MANIFEST, to(deep, "extra")))
+    with pytest.raises(crf.DamagedError, match="nested too deep"):
+        run[1].load()
+    assert run[1].table("dense").take([1])["half"].shape == (1, 3)
+    assert [problem.message for problem in run.verify(1)] == ["it is nested too deep"]
+    encoder = {"name": "x", "deep": deep}
+    run = run_of(changed(1, MANIFEST, to(encoder, "tables", DENSE, "fields", 0, "encoder")))
+    with pytest.raises(crf.DamagedError, match="nested too deep"):
+        _ = run[1].table("dense").fields
+
+
 def test_a_commit_that_is_too_large() -> None:
     """COM-3."""
     run = run_of(changed(3, "commit", lambda d: d["attributes"]["checkrun"].update(created="x" * 8192)))
