@@ -17,7 +17,17 @@ from checkrun_format.chain import History
 from checkrun_format.errors import HistoryPrunedError, PrunedError
 from checkrun_format.manifest import TableEntry
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import Layers, as_stored, live_keys, living, pieces, read_rows, stored_ids, tombstones
+from checkrun_format.resolver import (
+    Layers,
+    as_stored,
+    check_rows,
+    live_keys,
+    living,
+    pieces,
+    read_rows,
+    stored_ids,
+    tombstones,
+)
 from checkrun_format.rows import Ids, WantedIds, union
 
 
@@ -265,6 +275,8 @@ def _split(found: _Found, layers: Layers) -> tuple[Ids, Ids]:
     touched = union(*found.rows, *found.deleted)
     rows = layers[0][1].rows
     if rows is not None:
+        if found.everything:
+            check_rows(layers)
         return (np.arange(rows) if found.everything else touched[touched < rows]), touched[:0]
     if found.everything:
         return live_keys(layers), touched[:0]

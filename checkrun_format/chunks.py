@@ -26,11 +26,9 @@ import numpy.typing as npt
 from checkrun_format import dtypes, layout
 from checkrun_format.errors import DamagedError, PrunedError, UnsupportedFeatureError
 from checkrun_format.manifest import ArrayEntry, Pruned, parse_occupant
+from checkrun_format.partfile import CHECKSUM_BYTES
 from checkrun_format.stores import Buffer, Store
 from checkrun_format.workers import Budget, ProcessLock
-
-CHECKSUM_BYTES = 4
-"""At the end of each chunk object (ZAR-3)."""
 
 _SLICE_BYTES = 1 << 20
 """Bytes that are checksummed at a time: while they are in the cache, and while another thread writes or reads."""
@@ -114,9 +112,9 @@ def decode(data: bytes, entry: ArrayEntry, index: int, place: str) -> npt.NDArra
     if len(data) < CHECKSUM_BYTES or checksum != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
         raise altered(place)
     check_place(checksum, entry, index, place)
-    if entry.compression is not None:
-        payload = _decompress(payload, entry.compression, place)
     size = entry.chunk_rows * row_bytes(entry)
+    if entry.compression is not None:
+        payload = _decompress(payload, entry.compression, size, place)
     if payload.size != size:
         raise DamagedError(place, f"a chunk of {payload.size} bytes where {size} belong")
     rows = payload.view(dtypes.logical(entry.dtype).newbyteorder("<")).reshape(entry.chunk_rows, *entry.shape[1:])
@@ -153,15 +151,46 @@ def _codecs() -> tuple[Any, Any]:
     return numcodecs.blosc, numcodecs.zstd
 
 
-def _decompress(payload: npt.NDArray[np.uint8], compression: str, place: str) -> npt.NDArray[np.uint8]:
+def _decompress(payload: npt.NDArray[np.uint8], compression: str, size: int, place: str) -> npt.NDArray[np.uint8]:
+    """The `size` bytes of a chunk, of a frame that says so itself: decoders believe it (ZAR-3)."""
     blosc, zstd = _codecs()
-    decompressors = {"zstd": zstd.decompress, "blosc": blosc.decompress}
-    if compression not in decompressors:
+    codecs = {"blosc": (blosc, _of_blosc), "zstd": (zstd, _of_zstd)}
+    if compression not in codecs:
         raise UnsupportedFeatureError(f"{place}: unknown compression {compression!r}")
+    codec, told = codecs[compression]
+    if told(payload) != size:
+        raise DamagedError(place, f"it is not one {compression} frame of a chunk of {size} bytes (ZAR-3)")
+    out = np.empty(size, np.uint8)
     try:
-        return np.frombuffer(decompressors[compression](payload), np.uint8)
+        codec.decompress(payload, out)
     except (RuntimeError, ValueError) as error:
         raise DamagedError(place, f"{compression} cannot decompress it: {error}") from error
+    out.flags.writeable = False
+    return out
+
+
+_BLOSC_ZSTD = 4
+"""The code of zstd in the header of Blosc."""
+
+
+def _of_blosc(frame: npt.NDArray[np.uint8]) -> int | None:
+    """How many bytes a frame of Blosc 1 decodes to; None if it is none, of another length, or not with zstd inside."""
+    header = frame[:16].tobytes()
+    if len(header) < 16 or int.from_bytes(header[12:], "little") != frame.size or header[2] >> 5 != _BLOSC_ZSTD:
+        return None
+    return int.from_bytes(header[4:8], "little")
+
+
+def _of_zstd(frame: npt.NDArray[np.uint8]) -> int | None:
+    """How many bytes a frame of Zstandard decodes to (RFC 8878, 3.1.1); None if it is none, or does not tell."""
+    header = frame[:18].tobytes()
+    if len(header) < 6 or header[:4] != b"\x28\xb5\x2f\xfd":
+        return None
+    whole, width = header[4] >> 5 & 1, header[4] >> 6
+    size_bytes = 1 << width if width or whole else 0
+    start = 6 - whole + (0, 1, 2, 4)[header[4] & 3]
+    size = int.from_bytes(header[start : start + size_bytes], "little")
+    return size + 256 * (width == 1) if size_bytes else None
 
 
 def smaller_compression(values: npt.NDArray[Any]) -> str:

@@ -16,9 +16,10 @@ import numpy as np
 
 from checkrun_format import layout, manifest
 from checkrun_format.chain import History
-from checkrun_format.chunks import CHECKSUM_BYTES, CheckedFile, altered, missing
+from checkrun_format.chunks import CheckedFile, altered, missing
 from checkrun_format.errors import CheckrunError, InvalidInputError, PrunedError
 from checkrun_format.manifest import Commit, Pruned
+from checkrun_format.partfile import CHECKSUM_BYTES
 from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.stores import AlreadyExistsError, Buffer, Store, open_store
 from checkrun_format.tags import Tags

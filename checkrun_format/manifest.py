@@ -5,10 +5,9 @@ For each document there is `parse_x`, which gives the record or raises, and `val
 
 from __future__ import annotations
 
-import gzip
+import copy
 import hashlib
 import json
-import zlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -27,6 +26,7 @@ Attempt = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16,64}(?!\n)$")]
 TagName = Annotated[str, msgspec.Meta(pattern=r"^(?![0-9]+$)[a-z0-9][a-z0-9._-]{0,63}(?!\n)$")]
 Version = Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(?!\n)$")]
 FieldName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}(?!\n)$")]
+ArrayName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z0-9_]{1,63})?(?!\n)$")]
 Columns = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Part = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]], msgspec.Meta(min_length=8)]
@@ -225,7 +225,7 @@ class BlockEntry(Record, frozen=True, kw_only=True):
 
     rows: Count
     fields: list[BlockField]
-    arrays: dict[str, ArrayEntry]
+    arrays: dict[ArrayName, ArrayEntry]
 
 
 class PartFile(Record, frozen=True, kw_only=True):
@@ -236,12 +236,12 @@ class PartFile(Record, frozen=True, kw_only=True):
     tables: list[str]
     blocks: list[BlockEntry]
     parts: list[Part]
-    dense: dict[str, ArrayEntry]
+    dense: dict[ArrayName, ArrayEntry]
 
 
 class _Attributes(Record, frozen=True, kw_only=True):
     checkrun: msgspec.Raw
-    zarr_conventions: list[dict[str, Any]]
+    zarr_conventions: list[Any]
 
 
 class _Group(Record, frozen=True, kw_only=True):
@@ -295,7 +295,8 @@ def validate(name: str, data: bytes, place: str) -> list[Problem]:
     ]
 
 
-def _decode(name: str, data: bytes, place: str) -> Any:
+def decode(name: str, data: bytes, place: str) -> Any:
+    """A document as its record; DamagedError tells what is wrong with it."""
     try:
         return msgspec.json.decode(data, type=DOCUMENTS[name])
     except _MALFORMED as error:
@@ -311,7 +312,8 @@ def _checkrun_of(data: bytes, place: str) -> bytes:
         json.loads(data)  # also what is under keys that nobody knows: MAN-1 compares all of it
     except _MALFORMED as error:
         raise DamagedError(place, f"not a Zarr v3 group with a checkrun document: {error}") from error
-    if not any(entry.get("uuid") == layout.CONVENTION["uuid"] for entry in group.attributes.zarr_conventions):
+    uuids = [entry.get("uuid") for entry in group.attributes.zarr_conventions if isinstance(entry, dict)]
+    if layout.CONVENTION["uuid"] not in uuids:
         raise DamagedError(place, "zarr_conventions does not name the checkrun convention")
     return bytes(group.attributes.checkrun)
 
@@ -341,7 +343,7 @@ def parse_run(data: bytes, place: str = layout.RUN_KEY) -> RunDocument:
         raise NotARunError(f"{place} is that of a checkpoint: give the folder above it, which is the run")
     if kind != "run":
         raise DamagedError(place, f"its kind is {kind!r}, not 'run'")
-    document: RunDocument = _decode("run", body, place)
+    document: RunDocument = decode("run", body, place)
     versions.check_features(document.requires, "the run")
     return document
 
@@ -363,10 +365,12 @@ def parse_occupant(data: bytes, sequence: int) -> Commit | Pruned | Burnt:
     kind = _kind_of(body, place)
     if kind not in ("checkpoint", "pruned"):
         raise DamagedError(place, f"its kind is {kind!r}, neither 'checkpoint' nor 'pruned'")
-    record: Commit | Pruned = _decode("commit" if kind == "checkpoint" else "pruned", body, place)
+    record: Commit | Pruned = decode("commit" if kind == "checkpoint" else "pruned", body, place)
     if record.sequence != sequence:
         raise DamagedError(place, f"it says sequence {record.sequence}")
     if isinstance(record, Commit):
+        if len(data) > layout.MAX_COMMIT_BYTES:
+            raise DamagedError(place, f"{len(data)} bytes; a commit has at most {layout.MAX_COMMIT_BYTES} (COM-3)")
         versions.check_features(record.requires, f"checkpoint {sequence}")
         _check_order(record, place)
     return record
@@ -383,7 +387,7 @@ def parse_tag(data: bytes, name: str) -> Tag:
     kind = _kind_of(data, place)
     if kind != "tag":
         raise DamagedError(place, f"its kind is {kind!r}, not 'tag'")
-    tag: Tag = _decode("tag", data, place)
+    tag: Tag = decode("tag", data, place)
     if tag.name != name:
         raise DamagedError(place, f"it says name {tag.name!r}")
     return tag
@@ -434,6 +438,16 @@ def commit_object(data: bytes) -> dict[str, Any]:
     return {key: value for key, value in checkrun.items() if key != "manifest"}
 
 
+def check_repeated(repeated: dict[str, Any], commit: dict[str, Any], place: str) -> None:
+    """Refuse a commit that its manifest repeats otherwise (MAN-1); 1, 1.0 and true are three values."""
+    try:
+        one, other = (json.dumps(document, sort_keys=True) for document in (repeated, commit))
+    except RecursionError as error:
+        raise DamagedError(place, "it is nested too deep") from error
+    if one != other:
+        raise DamagedError(place, "it differs from what its manifest repeats (MAN-1)")
+
+
 def check_digest(data: bytes, digest: Digest, place: str) -> None:
     """Refuse bytes that are not those that a digest was taken of (MAN-1)."""
     if len(data) != digest.bytes:
@@ -453,81 +467,49 @@ def parse_manifest(data: bytes, place: str) -> Manifest:
     Raises
     ------
     DamagedError
-        Malformed, or names in it are not unique.
+        Malformed, or it contradicts itself.
     """
-    manifest: Manifest = _decode("manifest", data, place)
+    manifest: Manifest = decode("manifest", data, place)
     for what, names in (
         ("table", [table.name for table in manifest.tables]),
         ("tensor", [tensor.name for tensor in manifest.tensors]),
         ("blob", [blob.name for blob in manifest.blobs]),
     ):
-        _check_unique(what, names, place)
+        check_unique(what, names, place)
     for table in manifest.tables:
-        _check_unique(f"field of table {table.name!r}", [field.name for field in table.fields], place)
-        if table.addressing in ("dense", "keyed") and (table.rows is None) != (table.addressing == "keyed"):
-            raise DamagedError(place, f"table {table.name!r}: rows {table.rows} in a {table.addressing} table")
+        check_unique(f"field of table {table.name!r}", [field.name for field in table.fields], place)
+        if table.addressing in ("dense", "keyed"):
+            _check_addressing(table, place)
+    for name in ("parent", "predecessor"):
+        number, sha256 = manifest.commit.get(name), getattr(manifest, f"{name}_sha256")
+        if (number is None) != (sha256 is None):
+            raise DamagedError(place, f"{name} is {number} and {name}_sha256 {sha256} (5.4)")
+    if manifest.extra is not None and manifest.extra_blob is not None:
+        raise DamagedError(place, "it has extra and extra_blob (5.4)")
     return manifest
 
 
-def _check_unique(what: str, names: Sequence[str], place: str) -> None:
+def copied(value: Any, place: str) -> Any:
+    """A copy of a document's JSON values, for somebody to change."""
+    try:
+        return copy.deepcopy(value)
+    except RecursionError as error:
+        raise DamagedError(place, "it is nested too deep") from error
+
+
+def _check_addressing(table: TableEntry, place: str) -> None:
+    """Known values that contradict one another (TAB-1)."""
+    is_keyed = table.addressing == "keyed"
+    if (table.rows is None) != is_keyed or table.key_dtype in ((None,) if is_keyed else ("int64", "uint64")):
+        told = f"rows {table.rows} and key_dtype {table.key_dtype}"
+        raise DamagedError(place, f"table {table.name!r}: {told} in a {table.addressing} table (TAB-1)")
+
+
+def check_unique(what: str, names: Sequence[str], place: str) -> None:
+    """Refuse names of which one stands there twice."""
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise DamagedError(place, f"{what} {twice!r} stands there twice")
-
-
-def parse_parts(data: bytes, place: str) -> PartFile:
-    """Parse `parts-<w>.json.gz` and check it on its own (PRT-1, PRT-2); its digest is the caller's to check.
-
-    Raises
-    ------
-    DamagedError
-        Not gzip, malformed, or its parts do not cut its blocks.
-    """
-    try:
-        text = gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DamagedError(place, f"not gzip: {error}") from error
-    document: PartFile = _decode("parts", text, place)
-    _check_parts(document, place)
-    _check_checksums(document, place)
-    return document
-
-
-def _check_parts(document: PartFile, place: str) -> None:
-    ends = [[0, 0] for _ in document.blocks]
-    for number, part in enumerate(document.parts):
-        table, index, offset, count, first_row, recent, deleted_offset, deleted_count = part[:8]
-        if not 0 <= table < len(document.tables) or not 0 <= index < len(document.blocks):
-            raise DamagedError(place, f"part {number} names table {table} or block {index}, which do not exist")
-        block = document.blocks[index]
-        if len(part) != 8 + len(block.fields) or min(part[8:], default=0) < 0:
-            raise DamagedError(place, f"part {number} has not one column for each field of its block")
-        if [offset, deleted_offset] != ends[index] or min(count, deleted_count) < 0 or not 0 <= recent <= 2:
-            raise DamagedError(place, f"part {number} does not continue its block (PRT-1)")
-        if (first_row == -1) != ("rows" in block.arrays) and count:
-            raise DamagedError(place, f"part {number} lists its rows but its block does not, or the reverse (PRT-2)")
-        if not count and (first_row != -1 or recent or block.rows or block.fields):
-            raise DamagedError(place, f"part {number} has no rows but says more than its tombstones (PRT-2)")
-        ends[index] = [offset + count, deleted_offset + deleted_count]
-    for number, (block, (rows, deleted)) in enumerate(zip(document.blocks, ends, strict=True)):
-        stored = block.arrays["deleted"].shape[0] if "deleted" in block.arrays else 0
-        if rows != block.rows or deleted != stored:
-            raise DamagedError(place, f"the parts of block {number} do not cover it (PRT-1)")
-
-
-def _check_checksums(document: PartFile, place: str) -> None:
-    for arrays in [document.dense, *(block.arrays for block in document.blocks)]:
-        for name, entry in arrays.items():
-            count = layout.chunk_count(entry.shape[0], entry.chunk_rows)
-            if entry.checksums is not msgspec.UNSET and len(entry.checksums) != count:
-                raise DamagedError(
-                    place, f"array {name!r} of {count} chunks has {len(entry.checksums)} checksums (ZAR-5)"
-                )
-
-
-def pack_parts(document: PartFile) -> bytes:
-    """The bytes of a part file; the same document gives the same bytes."""
-    return gzip.compress(msgspec.json.encode(document), compresslevel=6, mtime=0)
 
 
 def as_object(record: Record) -> dict[str, Any]:

@@ -46,11 +46,10 @@ def _layers(
 def _objects(layer: StoredCheckpoint, tables: Collection[str]) -> Iterator[tuple[str, int]]:
     """Key and bytes of each, in the order of the blocks."""
     shared: dict[tuple[int, int], bool] = {}
-    for name, parts in layer.stored_parts().items():
-        if name in tables:
-            for part in parts:
-                rows = layer.part_file(part.writer).blocks[part.block].rows
-                shared[part.writer, part.block] = shared.get((part.writer, part.block), False) or part.count < rows
+    for name in filter(layer.has, tables):
+        for part in layer.parts(name):
+            rows = layer.block(part).entry.rows
+            shared[part.writer, part.block] = shared.get((part.writer, part.block), False) or part.count < rows
     for (writer, block), is_shared in sorted(shared.items()):
         group = layer.place(layout.block_group(writer, block))
         yield from _chunks_of(group, layer.part_file(writer).blocks[block], is_shared=is_shared)

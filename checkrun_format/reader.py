@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from checkrun_format import dlpack, dtypes, layout, packing, versions
+from checkrun_format import dlpack, dtypes, layout
 from checkrun_format import manifest as documents
 from checkrun_format.chunks import ChunkReader, required, row_bytes
 from checkrun_format.dlpack import Array
@@ -33,29 +32,23 @@ from checkrun_format.manifest import (
     TensorEntry,
 )
 from checkrun_format.movement import within
+from checkrun_format.partfile import least_bytes, parse_parts
 from checkrun_format.rows import Ids, Mask, Moves, Selection, length
 from checkrun_format.stores import Store
+from checkrun_format.structure import (
+    Part,
+    check_block,
+    check_dense,
+    check_size,
+    check_table,
+    part_problem,
+)
 from checkrun_format.workers import Workers
 
 _READ_BYTES = 4 << 20
 """What is read at a time, and decoded while it is in the cache: less costs more calls than it saves misses."""
 
 _READ_ROWS = 1 << 17
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part, as its part file says (5.5)."""
-
-    writer: int
-    block: int
-    offset: int
-    count: int
-    first_row: int
-    recent: int
-    deleted_offset: int
-    deleted_count: int
-    columns: tuple[int, ...]
 
 
 class StoredCheckpoint:
@@ -93,8 +86,7 @@ class StoredCheckpoint:
         data = required(self.store, place)
         documents.check_digest(data, self.commit.manifest, place)
         document = documents.parse_manifest(data, place)
-        if document.commit != self._commit_object:
-            raise DamagedError(layout.commit_key(self.commit.sequence), "it differs from what its manifest repeats")
+        documents.check_repeated(document.commit, self._commit_object, layout.commit_key(self.commit.sequence))
         return document
 
     @functools.cached_property
@@ -110,12 +102,17 @@ class StoredCheckpoint:
         UnsupportedFeatureError
             This table cannot be read by this library (TAB-1).
         """
-        if table not in self._entries:
-            known = ", ".join(map(repr, list(self._entries)[:5])) or "none"
-            raise TableNotFoundError(f"checkpoint {self.commit.sequence} has no table {table!r}; it has {known}")
-        entry = self._entries[table]
-        check_supported(entry, self.commit.sequence)
-        return entry
+        if table not in self._readable:
+            if table not in self._entries:
+                known = ", ".join(map(repr, list(self._entries)[:5])) or "none"
+                raise TableNotFoundError(f"checkpoint {self.commit.sequence} has no table {table!r}; it has {known}")
+            check_table(self._entries[table], self.commit.sequence, self.place("manifest.json"))
+            self._readable[table] = self._entries[table]
+        return self._readable[table]
+
+    @functools.cached_property
+    def _readable(self) -> dict[str, TableEntry]:
+        return {}
 
     def has(self, table: str) -> bool:
         """Whether the checkpoint has a table of this name."""
@@ -133,9 +130,15 @@ class StoredCheckpoint:
         place = self.place(layout.part_file(writer))
         data = required(self.store, place)
         documents.check_digest(data, self.manifest.writers[writer], place)
-        document = documents.parse_parts(data, place)
+        document = parse_parts(data, place)
         if (document.writer, document.attempt) != (writer, self.commit.attempt):
-            raise DamagedError(place, f"it says writer {document.writer}, attempt {document.attempt}")
+            raise DamagedError(place, f"it says writer {document.writer}, attempt {document.attempt} (PRT-1)")
+        strangers = [name for name in document.tables if name not in self._entries]
+        if strangers:
+            raise DamagedError(place, f"it knows table {strangers[0]!r}, which the manifest does not know (PRT-1)")
+        least = least_bytes(document)
+        if least > self.commit.stored_bytes:
+            raise DamagedError(place, f"its arrays take {least} bytes, stored_bytes says {self.commit.stored_bytes}")
         return document
 
     @functools.cached_property
@@ -143,23 +146,26 @@ class StoredCheckpoint:
         parts: dict[str, list[Part]] = {name: [] for name in self._entries}
         for writer, document in enumerate(self._part_files):
             for values in document.parts:
-                name = document.tables[values[0]]
-                if name not in parts:
-                    place = self.place(layout.part_file(writer))
-                    raise DamagedError(place, f"it has a part of table {name!r}, which the manifest does not know")
-                parts[name].append(_part(writer, values))
+                parts[document.tables[values[0]]].append(_part(writer, values))
         return parts
 
+    @functools.cached_property
+    def _checked(self) -> dict[str, list[Part]]:
+        return {}
+
     def parts(self, table: str) -> list[Part]:
-        """All parts of a table, checked against its entry (PRT-3, PRT-4)."""
-        entry = self.entry(table)
-        parts = self._parts[table]
+        """All parts of a table, checked against its entry (PRT-2, PRT-3, PRT-4), and the blocks that hold them."""
+        if table not in self._checked:
+            self._checked[table] = self._check_parts(self.entry(table), self._parts[table])
+        return self._checked[table]
+
+    def _check_parts(self, entry: TableEntry, parts: list[Part]) -> list[Part]:
         for part in parts:
-            problem = _part_problem(entry, part, self.block(part).entry)
+            problem = part_problem(entry, part, self.block(part).entry)
             if problem:
-                raise DamagedError(self.place(layout.part_file(part.writer)), f"table {table!r}: {problem}")
+                raise DamagedError(self.place(layout.part_file(part.writer)), f"table {entry.name!r}: {problem}")
         if entry.storage == "unchanged" and parts:
-            raise DamagedError(self.place("manifest.json"), f"table {table!r} is unchanged but has parts")
+            raise DamagedError(self.place("manifest.json"), f"table {entry.name!r} is unchanged but has parts (PRT-2)")
         return parts
 
     def stored_parts(self) -> dict[str, list[Part]]:
@@ -167,11 +173,12 @@ class StoredCheckpoint:
         return self._parts
 
     def block(self, part: Part) -> Block:
-        """The block that holds a part."""
+        """The block that holds a part, its arrays checked (BLK-1, BLK-2)."""
         key = (part.writer, part.block)
         if key not in self._blocks:
             group = self.place(layout.block_group(*key))
             entry = self.part_file(part.writer).blocks[part.block]
+            check_block(entry, group)
             self._blocks[key] = Block(self._chunks, group, entry, shared=part.count < entry.rows)
         return self._blocks[key]
 
@@ -195,12 +202,15 @@ class StoredCheckpoint:
         return {tensor.name: tensor for tensor in self.manifest.tensors}
 
     def tensor_entry(self, name: str) -> TensorEntry:
-        """The entry of a dense tensor."""
+        """The entry of a dense tensor, which the array of its writer holds (TEN-2)."""
         if name not in self._tensors:
             raise NotFoundError(f"checkpoint {self.commit.sequence} has no tensor {name!r}")
         entry = self._tensors[name]
         if entry.dtype not in dtypes.STORED:
             raise UnsupportedFeatureError(f"tensor {name!r}: unknown dtype {entry.dtype!r}")
+        check_size(entry.shape, entry.dtype, f"tensor {name!r}", self.place("manifest.json"))
+        if math.prod(entry.shape):
+            self._dense(entry.writer, entry.dtype, entry.offset, math.prod(entry.shape))
         return entry
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
@@ -224,19 +234,26 @@ class StoredCheckpoint:
 
     def blob(self, span: documents.Span | documents.BlobEntry) -> bytes:
         """The bytes of a blob."""
+        if span.bytes:
+            self._dense(span.writer, "blob", span.offset, span.bytes)
         out = np.empty(span.bytes, np.uint8)
         if span.bytes:
             with Workers.of(self.store) as workers:
                 self._read_dense(span.writer, "blob", span.offset, out, workers)
         return out.tobytes()
 
-    def _read_dense(self, writer: int, array: str, offset: int, out: Array, workers: Workers) -> None:
+    def _dense(self, writer: int, array: str, offset: int, count: int) -> ArrayEntry:
+        """The entry of a dense array, which holds elements offset..offset+count-1 (TEN-2)."""
         place = self.place(f"{layout.dense_group(writer)}/{array}")
         entry = self.part_file(writer).dense.get(array) if writer < len(self.manifest.writers) else None
-        if entry is None or len(entry.shape) != 1 or offset + out.size > entry.shape[0]:
-            raise DamagedError(place, f"elements {offset} to {offset + out.size} are not in this array")
-        if entry.dtype != out.dtype.name:
-            raise DamagedError(place, f"dtype {entry.dtype} where {out.dtype.name} belongs")
+        if entry is None or offset + count > entry.shape[0]:
+            raise DamagedError(place, f"elements {offset} to {offset + count} are not in this array (TEN-2)")
+        check_dense(array, entry, place)
+        return entry
+
+    def _read_dense(self, writer: int, array: str, offset: int, out: Array, workers: Workers) -> None:
+        place = self.place(f"{layout.dense_group(writer)}/{array}")
+        entry = self._dense(writer, array, offset, out.size)
         for index in range(offset // entry.chunk_rows, (offset + out.size - 1) // entry.chunk_rows + 1):
             start = index * entry.chunk_rows
             low, high = max(offset, start), min(offset + out.size, start + entry.chunk_rows)
@@ -250,10 +267,10 @@ class StoredCheckpoint:
         """The trainer's state, as JSON values."""
         span = self.manifest.extra_blob
         if span is None:
-            return copy.deepcopy(self.manifest.extra)
+            return documents.copied(self.manifest.extra, self.place("manifest.json"))
         try:
             return json.loads(self.blob(span))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DamagedError(self.place("manifest.json"), f"extra_blob is no JSON: {error}") from error
 
 
@@ -263,42 +280,8 @@ def _part(writer: int, values: Sequence[int]) -> Part:
     return Part(writer, block, offset, count, first_row, recent, deleted_offset, deleted_count, columns)
 
 
-def check_supported(entry: TableEntry, sequence: int) -> None:
-    """Refuse a table that this library cannot read (TAB-1)."""
-    what = f"table {entry.name!r} of checkpoint {sequence}"
-    versions.check_features(entry.requires, what)
-    for name, value, known in (
-        ("addressing", entry.addressing, ("dense", "keyed")),
-        ("storage", entry.storage, ("full", "changed", "unchanged")),
-        ("key_dtype", entry.key_dtype, (None,) if entry.addressing == "dense" else ("int64", "uint64")),
-    ):
-        if value not in known:
-            raise UnsupportedFeatureError(f"{what}: unknown {name} {value!r}")
-    for f in entry.fields:
-        if f.dtype not in dtypes.STORED:
-            raise UnsupportedFeatureError(f"{what}: unknown dtype {f.dtype!r} of field {f.name!r}")
-
-
-def _part_problem(entry: TableEntry, part: Part, block: BlockEntry) -> str | None:
-    """What contradicts the table's entry in a part, None if nothing does."""
-    fields = {f.name: f for f in entry.fields}
-    for f, start in zip(block.fields, part.columns, strict=True):
-        field = fields.get(f.name)
-        if field is None:
-            return f"a part has field {f.name!r}, which the table has not"
-        if (f.columns is None) != (field.columns is None) or start + (f.columns or 0) > (field.columns or 0):
-            return f"columns {start} to {start + (f.columns or 0)} of field {f.name!r} are outside the table's"
-    if entry.addressing == "keyed" and part.count and part.first_row != -1:
-        return "a part of a keyed table does not list its keys (PRT-2)"
-    if entry.addressing == "dense" and part.deleted_count:
-        return "a dense table has tombstones (PRT-3)"
-    if entry.addressing == "dense" and part.first_row + part.count > (entry.rows or 0):
-        return f"a part reaches row {part.first_row + part.count}, the table has {entry.rows}"
-    return None
-
-
 class Block:
-    """One block: its arrays, read chunk by chunk and checked."""
+    """One block, as `check_block` wants it: its arrays, read chunk by chunk."""
 
     def __init__(self, chunk_reader: ChunkReader, group: str, entry: BlockEntry, *, shared: bool) -> None:
         self._chunks = chunk_reader
@@ -311,28 +294,11 @@ class Block:
         """Key of an array."""
         return f"{self._group}/{array}"
 
-    def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> ArrayEntry:
-        """The entry of an array, if it is what BLK-1 says."""
-        entry = self.entry.arrays.get(name)
-        if entry is None:
-            raise DamagedError(self.place(name), "the part file does not know this array (BLK-1)")
-        if (entry.dtype, tuple(entry.shape)) != (dtype, shape):
-            raise DamagedError(
-                self.place(name), f"{entry.dtype} {entry.shape} where {dtype} {list(shape)} belongs (BLK-1)"
-            )
-        return entry
-
     @functools.cached_property
     def chunk_rows(self) -> int:
         """Rows of a row chunk, the same in every row-aligned array (BLK-2)."""
-        cuts = {
-            entry.chunk_rows
-            for name, entry in self.entry.arrays.items()
-            if name == "rows" or name.rpartition(".")[2] in ("codes", "qparams", "values")
-        }
-        if len(cuts) != 1:
-            raise DamagedError(self._group, f"its row-aligned arrays are cut at {sorted(cuts)} rows (BLK-2)")
-        return cuts.pop()
+        f = self.entry.fields[0]
+        return self.entry.arrays[f"{f.name}.codes" if f.encoding == "affine" else f"{f.name}.values"].chunk_rows
 
     def held_bytes(self, f: BlockField, moves: Moves) -> int:
         """Bytes of memory that reading rows of a field from one chunk takes, about."""
@@ -347,12 +313,11 @@ class Block:
             return moves.nbytes + (min(chunk, _READ_BYTES) if self._chunks.streams else chunk)
         return moves.nbytes + 2 * chunk
 
-    def _chunk(self, name: str, dtype: str, row_shape: tuple[int, ...], index: int) -> npt.NDArray[Any]:
-        entry = self.array(name, dtype, (self.entry.rows, *row_shape))
-        return self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
+    def _chunk(self, name: str, index: int) -> npt.NDArray[Any]:
+        return self._chunks.chunk(self.place(name), self.entry.arrays[name], index, shared=self._shared)
 
-    def _rows(self, name: str, entry: ArrayEntry, start: int, stop: int) -> npt.NDArray[Any]:
-        return self._chunks.rows(self.place(name), entry, start, stop, shared=self._shared)
+    def _rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        return self._chunks.rows(self.place(name), self.entry.arrays[name], start, stop, shared=self._shared)
 
     def rows_of(self, part: Part) -> Iterator[tuple[int, int, int]]:
         """The row chunks of a part: index, and the slice of the block's rows that is in it and in the part."""
@@ -364,7 +329,7 @@ class Block:
     def listed(self, low: int, high: int) -> Ids:
         """The row numbers or keys of block rows low..high-1, which lie in one part and one chunk (PRT-3)."""
         index = low // self.chunk_rows
-        ids = self._chunk("rows", "int64", (), index)[low - index * self.chunk_rows : high - index * self.chunk_rows]
+        ids = self._chunk("rows", index)[low - index * self.chunk_rows : high - index * self.chunk_rows]
         if not bool((ids[1:] > ids[:-1]).all()):
             raise DamagedError(self.place("rows"), "not strictly increasing within a part (PRT-3)")
         return ids
@@ -372,18 +337,13 @@ class Block:
     @functools.cached_property
     def rows_first(self) -> Ids:
         """The first entry of each row chunk (BLK-3)."""
-        count = layout.chunk_count(self.entry.rows, self.chunk_rows)
-        entry = self.array("rows_first", "int64", (count,))
-        return self._rows("rows_first", entry, 0, count)
+        return self._rows("rows_first", 0, self.entry.arrays["rows_first"].shape[0])
 
     def deleted(self, part: Part) -> Ids:
         """The tombstones of a part (PRT-3)."""
         if part.deleted_count == 0:
             return np.zeros(0, np.int64)
-        entry = self.entry.arrays["deleted"]
-        self.array("deleted", "int64", tuple(entry.shape))
-        stop = part.deleted_offset + part.deleted_count
-        keys = self._rows("deleted", entry, part.deleted_offset, stop)
+        keys = self._rows("deleted", part.deleted_offset, part.deleted_offset + part.deleted_count)
         if not bool((keys[1:] > keys[:-1]).all()):
             raise DamagedError(self.place("deleted"), "not strictly increasing within a part (PRT-3)")
         return keys
@@ -392,9 +352,8 @@ class Block:
         """For each row of a part, whether it is recent (BLK-4)."""
         if part.recent != 2:
             return np.full(part.count, part.recent == 1)
-        entry = self.array("recent", "uint8", (-(-self.entry.rows // 8),))
         first, stop = part.offset // 8, -(-(part.offset + part.count) // 8)
-        bits = self._rows("recent", entry, first, stop)
+        bits = self._rows("recent", first, stop)
         unpacked = np.unpackbits(bits, bitorder="little").view(np.bool_)
         return unpacked[part.offset - first * 8 : part.offset - first * 8 + part.count]
 
@@ -410,17 +369,12 @@ class Block:
         out : array (n, columns) or (n,)
             The columns that the part holds, in the field's logical dtype; on the CPU or on its way to a device.
         """
-        if f.encoding == "affine":
-            self._decode_affine(f, index, moves, out)
-        elif f.encoding == "raw":
-            self._decode_raw(f, index, moves, out)
-        else:
-            raise UnsupportedFeatureError(f"{self._group}: unknown encoding {f.encoding!r} of field {f.name!r}")
+        (self._decode_affine if f.encoding == "affine" else self._decode_raw)(f, index, moves, out)
         self._put_exact(f, field, index, moves, out)
 
     def _decode_raw(self, f: BlockField, index: int, moves: Moves, out: Array) -> None:
-        name, stored = f"{f.name}.values", self._stored(f)
-        entry = self.array(name, stored, (self.entry.rows, *(() if f.columns is None else (f.columns,))))
+        name = f"{f.name}.values"
+        entry = self.entry.arrays[name]
         positions, places = moves.given, moves.to
         run = moves.kept is None and isinstance(positions, slice) and isinstance(places, slice)
         if run and isinstance(out, np.ndarray) and f.dtype == dtypes.name_of(out.dtype):
@@ -435,17 +389,12 @@ class Block:
             if length(some):
                 dlpack.scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
 
-    def _stored(self, f: BlockField) -> str:
-        if f.dtype not in dtypes.STORED:
-            raise UnsupportedFeatureError(f"{self._group}: unknown dtype {f.dtype!r} of field {f.name!r}")
-        return dtypes.STORED[f.dtype]
-
     def _decode_affine(self, f: BlockField, index: int, moves: Moves, out: Array) -> None:
-        arrays = self._affine_arrays(f)
-        step = self._step(*arrays)
+        names = (f"{f.name}.codes", f"{f.name}.qparams")
+        step, arrays = self._step(*names), self.entry.arrays
         codes_of, qparams_of = (
-            self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared)
-            for name, entry in arrays.items()
+            self._chunks.slices(self.place(name), arrays[name], index, moves.span, step, shared=self._shared)
+            for name in names
         )
         for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
             some, to = within(moves, low, low + step)
@@ -459,47 +408,27 @@ class Block:
 
     def affine(self, f: BlockField, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
         """Codes and qparams of one row chunk."""
-        codes, qparams = (
-            self._chunks.chunk(self.place(name), entry, index, shared=self._shared)
-            for name, entry in self._affine_arrays(f).items()
-        )
-        return codes, qparams
-
-    def _affine_arrays(self, f: BlockField) -> dict[str, ArrayEntry]:
-        if f.columns is None or f.bits is None or not 1 <= f.bits <= 8:
-            raise DamagedError(self._group, f"affine field {f.name!r} with {f.bits} bits and {f.columns} columns")
-        codes, qparams = f"{f.name}.codes", f"{f.name}.qparams"
-        entry = self.entry.arrays.get(qparams)
-        dtype = "float32" if entry is not None and entry.dtype == "float32" else "float16"
-        width = packing.packed_width(f.columns, f.bits)
-        return {
-            codes: self.array(codes, "uint8", (self.entry.rows, width)),
-            qparams: self.array(qparams, dtype, (self.entry.rows, 2)),
-        }
+        return self._chunk(f"{f.name}.codes", index), self._chunk(f"{f.name}.qparams", index)
 
     def values(self, f: BlockField, index: int) -> npt.NDArray[Any]:
         """Values of a raw field of one row chunk, as stored."""
-        return self._chunk(f"{f.name}.values", self._stored(f), () if f.columns is None else (f.columns,), index)
+        return self._chunk(f"{f.name}.values", index)
 
     def exact(self, f: BlockField, field: Field) -> tuple[Ids, npt.NDArray[Any]]:
         """Positions and values of the exact rows of a field (BLK-5); values as stored."""
         if f"{f.name}.exact_index" not in self.entry.arrays:
             return np.zeros(0, np.int64), np.zeros(0, dtypes.STORED[field.dtype])
         if f.name not in self._exact:
-            self._exact[f.name] = self._read_exact(f, field)
+            self._exact[f.name] = self._read_exact(f)
         return self._exact[f.name]
 
-    def _read_exact(self, f: BlockField, field: Field) -> tuple[Ids, npt.NDArray[Any]]:
+    def _read_exact(self, f: BlockField) -> tuple[Ids, npt.NDArray[Any]]:
         name = f"{f.name}.exact_index"
         count = self.entry.arrays[name].shape[0]
-        entry = self.array(name, "int64", (count,))
-        index = self._rows(name, entry, 0, count)
+        index = self._rows(name, 0, count)
         if index[0] < 0 or index[-1] >= self.entry.rows or not bool((index[1:] > index[:-1]).all()):
             raise DamagedError(self.place(name), "not strictly increasing positions of the block (BLK-5)")
-        name = f"{f.name}.exact_values"
-        shape = (count,) if f.columns is None else (count, f.columns)
-        entry = self.array(name, dtypes.STORED[field.dtype], shape)
-        return index, self._rows(name, entry, 0, count)
+        return index, self._rows(f"{f.name}.exact_values", 0, count)
 
     def _put_exact(self, f: BlockField, field: Field, index: int, moves: Moves, out: Array) -> None:
         exact_index, exact_values = self.exact(f, field)

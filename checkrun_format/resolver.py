@@ -17,7 +17,7 @@ from checkrun_format.dlpack import Array
 from checkrun_format.errors import DamagedError, UnsupportedFeatureError
 from checkrun_format.manifest import BlockField, Field, TableEntry
 from checkrun_format.movement import Claims, TwiceError, prepare
-from checkrun_format.reader import Block, Part, StoredCheckpoint, exact_among
+from checkrun_format.reader import Block, StoredCheckpoint, exact_among
 from checkrun_format.rows import (
     Ids,
     Mask,
@@ -31,6 +31,7 @@ from checkrun_format.rows import (
     shifted,
     union,
 )
+from checkrun_format.structure import Part
 from checkrun_format.workers import Budget, Workers
 
 Layers: TypeAlias = Sequence[tuple[StoredCheckpoint, TableEntry]]
@@ -149,6 +150,15 @@ def pieces(layers: Layers, wanted: Wanted, at_a_time: int = Budget().rows) -> It
     for low in range(0, max(1, len(wanted)), at_a_time):  # of no rows, too, the newest layer is checked
         for piece in _pieces(layers, wanted.section(low, min(low + at_a_time, len(wanted)))):
             yield piece if low == 0 else replace(piece, moves=piece.moves.shifted(low))
+
+
+def check_rows(layers: Layers) -> None:
+    """Refuse a dense table of more rows than are stored: before there is memory for them (RES-1)."""
+    checkpoint, entry = layers[0]
+    stored = sum(part.count for layer, _ in layers for part in layer.parts(entry.name))
+    if entry.rows is not None and entry.rows > stored:
+        problem = f"table {entry.name!r}: {entry.rows} rows, of which at most {stored} are stored (RES-1)"
+        raise DamagedError(checkpoint.place("manifest.json"), problem)
 
 
 def _pieces(layers: Layers, wanted: Wanted) -> Iterator[Piece]:

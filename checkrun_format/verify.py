@@ -7,6 +7,7 @@ the error tree, and `litter` for objects that no checkpoint needs (harmless; eve
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -16,23 +17,30 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from checkrun_format import dtypes, layout, packing
+from checkrun_format import layout
 from checkrun_format.chain import History
 from checkrun_format.chunks import ChunkReader, object_names, row_bytes
-from checkrun_format.errors import CheckrunError, DamagedError, HistoryPrunedError, PrunedError
-from checkrun_format.manifest import ArrayEntry, BlockField, Burnt, Commit, Field, PartFile, Problem, Pruned, TableEntry
-from checkrun_format.reader import Block, Part, StoredCheckpoint
+from checkrun_format.contents import check_contents
+from checkrun_format.errors import CheckrunError, DamagedError, PrunedError
+from checkrun_format.manifest import ArrayEntry, Burnt, Commit, PartFile, Problem, Pruned, TableEntry
+from checkrun_format.partfile import arrays_of
+from checkrun_format.reader import StoredCheckpoint
 from checkrun_format.resolver import live_keys, pieces
-from checkrun_format.rows import Mask, WantedIds, WantedRange
+from checkrun_format.rows import WantedIds, WantedRange
 from checkrun_format.stores import Store
+from checkrun_format.structure import check_array, check_dense
+from checkrun_format.succession import check_succession
 from checkrun_format.tags import Tags
 from checkrun_format.workers import Workers
 from checkrun_format.writer import objects_of
 
 HARMLESS = frozenset({"litter", "burnt"})
 """Kinds of problems that keep no checkpoint from being read."""
+
+
+_MANY_MISSING = 1 << 20
+"""Objects that are named one by one if they are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +86,9 @@ class Auditor:
     def problems(self, numbers: Iterable[int] | None = None) -> Iterator[Problem]:
         """Every problem of the run; `numbers` are its own, given by somebody who watches how far they are."""
         history = self._history
-        yield from _caught(history.check_run, layout.RUN_KEY)
+        yield from _caught(history.check_run, layout.RUN_KEY) or _caught(
+            partial(_no_key_twice, history.store, layout.RUN_KEY), layout.RUN_KEY
+        )
         for number in self.numbers if numbers is None else numbers:
             found = _number(history, number, fast=self._fast)
             if is_unsound(found):
@@ -125,7 +135,7 @@ def verify_tags(store: Store) -> list[Problem]:
         if name is None:
             problems.append(Problem(place=key, kind="litter", message="no tag has such a name"))
         else:
-            problems += _caught(partial(tags.check, name), key)
+            problems += _caught(partial(tags.check, name), key) or _caught(partial(_no_key_twice, store, key), key)
     return problems
 
 
@@ -216,7 +226,7 @@ def _problems(history: History, sequence: int, *, fast: bool) -> list[Problem]:
             stored = history.get(sequence)
         except PrunedError as error:  # since
             return [Problem.of(error, key)]
-        below = _caught(lambda: history.parent(stored), key) or _caught(lambda: _predecessor(history, stored), key)
+        below = _caught(lambda: history.parent(stored), key) or _caught(lambda: check_succession(history, stored), key)
         return below + list(_checkpoint(history, stored, listing, fast=fast))
     problems = [Problem(place=name, kind="litter", message="no checkpoint needs it") for name in listing if name != key]
     if isinstance(occupant, Burnt):
@@ -224,12 +234,6 @@ def _problems(history: History, sequence: int, *, fast: bool) -> list[Problem]:
     if occupant is None and not listing:
         return []
     return problems
-
-
-def _predecessor(history: History, stored: StoredCheckpoint) -> None:
-    """The predecessor, while it is committed, is the one that was meant (MAN-2)."""
-    with contextlib.suppress(HistoryPrunedError):
-        next(itertools.islice(history.predecessors(stored, 0), 1, None), None)
 
 
 def _checkpoint(
@@ -241,10 +245,19 @@ def _checkpoint(
     if documents:
         return
     files = [stored.part_file(writer) for writer in range(len(stored.manifest.writers))]
+    count = sum(layout.chunk_count(e.shape[0], e.chunk_rows) for document in files for _, _, e in arrays_of(document))
+    if count > len(listing) + _MANY_MISSING:
+        message = f"its arrays have {count} chunks, and only {len(listing)} objects are there (ZAR-4)"
+        yield Problem(place=stored.place("manifest.json"), kind="damaged", message=message)
+        return
     yield from _objects(stored, files, listing)
     if fast:
         return
     yield from _groups(stored, files)
+    names = ["manifest.json", *(layout.part_file(writer) for writer in range(len(files)))]
+    for key in [layout.commit_key(stored.commit.sequence), *map(stored.place, names)]:
+        yield from _caught(partial(_no_key_twice, stored.store, key), key)
+    yield from _shared_blocks(stored)
     for document in files:
         yield from _part_file(stored, document)
     place = stored.place("manifest.json")
@@ -281,17 +294,18 @@ def _groups(stored: StoredCheckpoint, files: list[PartFile]) -> Iterator[Problem
 
 
 def _part_file(stored: StoredCheckpoint, document: PartFile) -> Iterator[Problem]:
-    arrays = [
-        (f"{layout.block_group(document.writer, index)}/{name}", entry)
-        for index, block in enumerate(document.blocks)
-        for name, entry in block.arrays.items()
-    ]
-    arrays += [(f"{layout.dense_group(document.writer)}/{name}", entry) for name, entry in document.dense.items()]
+    arrays = [(f"{group}/{name}", entry) for group, name, entry in arrays_of(document)]
+    for name, entry in document.dense.items():
+        place = stored.place(f"{layout.dense_group(document.writer)}/{name}")
+        yield from _caught(partial(check_dense, name, entry, place), place)
     reader = ChunkReader(stored.store)
     found: list[list[Problem]] = []
     with Workers.of(stored.store) as workers:
         for name, entry in arrays:
             place = stored.place(name)
+            found.append(_caught(partial(check_array, entry, place), place))
+            if found[-1]:
+                continue
             found.append(_caught(partial(_metadata, stored, place, entry), place))
             held = entry.chunk_rows * row_bytes(entry) * (1 if entry.compression is None else 3)
             for index in range(len(object_names(name, entry)) - 1):
@@ -310,6 +324,35 @@ def _chunk(reader: ChunkReader, place: str, entry: ArrayEntry, index: int) -> No
     whole = reader.chunk(place, msgspec.structs.replace(entry, shape=shape), index, shared=False)
     if whole[max(0, entry.shape[0] - index * entry.chunk_rows) :].any():
         raise DamagedError(place, f"elements of chunk {index} beyond the array's end are not zero (ZAR-4)")
+
+
+def _no_key_twice(store: Store, key: str) -> None:
+    """No object of a document has a key twice (DOC-1)."""
+
+    def told(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DamagedError(key, f"key {twice!r} stands twice in one object (DOC-1)")
+        return found
+
+    data = store.get(key) or b"{}"
+    json.loads(gzip.decompress(data) if key.endswith(".gz") else data, object_pairs_hook=told)
+
+
+def _shared_blocks(stored: StoredCheckpoint) -> Iterator[Problem]:
+    """All parts of a block belong to fields of the same logical dtypes (PRT-4)."""
+    met: dict[tuple[int, int], list[str | None]] = {}
+    for entry in stored.manifest.tables:
+        dtype_of = {f.name: f.dtype for f in entry.fields}
+        for part in stored.stored_parts()[entry.name]:
+            block = stored.part_file(part.writer).blocks[part.block]
+            mine = [dtype_of.get(f.name) for f in block.fields]
+            if met.setdefault((part.writer, part.block), mine) != mine:
+                place = stored.place(layout.part_file(part.writer))
+                message = f"parts of block {part.block} belong to fields of several logical dtypes (PRT-4)"
+                yield Problem(place=place, kind="damaged", message=message)
 
 
 def _group(stored: StoredCheckpoint, key: str) -> None:
@@ -394,81 +437,11 @@ def _table(history: History, stored: StoredCheckpoint, entry: TableEntry) -> Non
     stored.entry(entry.name)
     for part in stored.parts(entry.name):
         if part.count:
-            _part(stored.block(part), part, entry)
+            check_contents(stored.block(part), part, entry)
     layers = history.layers(stored, entry.name)
     wanted = WantedRange(0, entry.rows) if entry.rows is not None else WantedIds(live_keys(layers))
     for _ in pieces(layers, wanted):
         pass
-
-
-def _part(block: Block, part: Part, entry: TableEntry) -> None:
-    fields = {f.name: f for f in entry.fields}
-    _recent_bits(block, part)
-    for f in block.entry.fields:
-        block.exact(f, fields[f.name])
-        for chunk, low, high in block.rows_of(part):
-            if part.first_row < 0:
-                _first_rows(block, chunk)
-            if f.encoding == "affine":
-                _affine(block, f, fields[f.name], chunk, low, high)
-            else:
-                _raw(block, f, fields[f.name], chunk, low, high)
-
-
-def _first_rows(block: Block, chunk: int) -> None:
-    start = chunk * block.chunk_rows
-    if block.rows_first[chunk] != block.listed(start, start + 1)[0]:
-        raise DamagedError(block.place("rows_first"), f"entry {chunk} is not the first of its row chunk (BLK-3)")
-
-
-def _recent_bits(block: Block, part: Part) -> None:
-    if "recent" not in block.entry.arrays:
-        return
-    whole = Part(0, 0, 0, -(-block.entry.rows // 8) * 8, -1, 2, 0, 0, ())
-    bits = block.recent(whole)
-    if bits[block.entry.rows :].any():
-        raise DamagedError(block.place("recent"), "bits beyond the last row are set (BLK-4)")
-    if part.recent != 2 and bits[part.offset : part.offset + part.count].any():
-        raise DamagedError(block.place("recent"), f"bits of a part that says {part.recent} are set (BLK-4)")
-
-
-def _affine(block: Block, f: BlockField, field: Field, chunk: int, low: int, high: int) -> None:
-    """Padding, qparams and exact rows of one chunk of a part (PCK-1, DEC-3, EXA-1)."""
-    start = chunk * block.chunk_rows
-    codes, qparams = (array[low - start : high - start] for array in block.affine(f, chunk))
-    if not packing.padding_is_zero(codes, f.bits or 0, f.columns or 0):
-        raise DamagedError(block.place(f"{f.name}.codes"), "padding bits are set (PCK-1)")
-    exact = _exact(block, f, field, low, high)
-    if not np.isnan(qparams[exact]).all() or codes[exact].any():
-        raise DamagedError(block.place(f"{f.name}.qparams"), "exact rows have codes or qparams (EXA-1)")
-    scales = qparams[~exact, 0]
-    if not np.isfinite(qparams[~exact]).all() or np.signbit(scales).any():
-        raise DamagedError(block.place(f"{f.name}.qparams"), "qparams are not finite, or a scale is negative (DEC-3)")
-
-
-def _raw(block: Block, f: BlockField, field: Field, chunk: int, low: int, high: int) -> None:
-    """Bits of booleans, and exact rows beside narrowed values, of one chunk of a part (section 4, RAW-1)."""
-    start = chunk * block.chunk_rows
-    values, exact = block.values(f, chunk)[low - start : high - start], _exact(block, f, field, low, high)
-    if f.dtype == "bool" and values.max(initial=0) > 1:
-        raise DamagedError(block.place(f"{f.name}.values"), "a bool that is neither 0 nor 1 (section 4)")
-    if f.dtype == field.dtype:
-        if exact.any():
-            raise DamagedError(
-                block.place(f"{f.name}.exact_index"), "exact rows of a field that is not narrowed (RAW-1)"
-            )
-        return
-    narrowed = dtypes.from_stored(values, f.dtype or "").astype(np.float32)
-    if not np.isnan(narrowed[exact]).all() or not np.isfinite(narrowed[~exact]).all():
-        raise DamagedError(block.place(f"{f.name}.values"), "NaN stands for exact rows, and they are not these (RAW-1)")
-
-
-def _exact(block: Block, f: BlockField, field: Field, low: int, high: int) -> Mask:
-    """Which of some rows of a block are exact."""
-    index, _ = block.exact(f, field)
-    exact = np.zeros(high - low, np.bool_)
-    exact[index[(index >= low) & (index < high)] - low] = True
-    return exact
 
 
 def _caught(check: Callable[[], object], place: str) -> list[Problem]:

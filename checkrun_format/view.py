@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -15,16 +14,19 @@ from checkrun_format import dlpack, dtypes
 from checkrun_format.chain import History
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import DamagedError, InvalidInputError, RowNotFoundError
-from checkrun_format.manifest import Field
+from checkrun_format.manifest import Field, copied
 from checkrun_format.placement import Placement
 from checkrun_format.reader import StoredCheckpoint
-from checkrun_format.resolver import Layers, fill, live_keys
+from checkrun_format.resolver import Layers, check_rows, fill, live_keys
 from checkrun_format.rows import Ids, Wanted, WantedIds, WantedRange, as_ids, is_in_sorted, of_other_sign
 from checkrun_format.state import ArrayLike
 from checkrun_format.workers import Budget, Workers
 
 Cut: TypeAlias = tuple[int, int]
 """A range of columns."""
+
+_MANY_ROWS = 1 << 16
+"""Rows from which on it is asked first whether they are stored, before there is memory for them."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,7 +65,8 @@ class TableView:
     @property
     def fields(self) -> tuple[Field, ...]:
         """Names, logical dtypes and columns of the fields."""
-        return tuple(msgspec.structs.replace(f, encoder=copy.deepcopy(f.encoder)) for f in self._entry.fields)
+        place = self._stored.place("manifest.json")
+        return tuple(msgspec.structs.replace(f, encoder=copied(f.encoder, place)) for f in self._entry.fields)
 
     @property
     def addressing(self) -> str:
@@ -219,8 +222,7 @@ class TableView:
     def _fill(
         self, wanted: Wanted, cut: Mapping[str, Cut], targets: Mapping[str, Array], workers: Workers, budget: Budget
     ) -> None:
-        if len(wanted):
-            fill(self.layers(), wanted, targets, cut, workers, budget.rows)
+        fill(self.layers(), wanted, targets, cut, workers, budget.rows)
 
     def _cut(self, columns: slice | None, names: Sequence[str] | None, out: object) -> dict[str, Cut]:
         """The columns of each field that is read."""
@@ -229,6 +231,8 @@ class TableView:
     def _destinations(
         self, count: int, cut: Mapping[str, Cut], out: Mapping[str, ArrayLike] | None, placement: Placement
     ) -> dict[str, Array]:
+        if count == self._entry.rows and count > _MANY_ROWS:
+            check_rows(self.layers())
         return self._fresh(cut, count, placement) if out is None else self._targets(out, count, cut, placement)
 
     def _chosen(self, names: Sequence[str] | None) -> list[Field]:

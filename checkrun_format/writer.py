@@ -24,8 +24,8 @@ from checkrun_format.manifest import (
     PartFile,
     Record,
     digest_of,
-    pack_parts,
 )
+from checkrun_format.partfile import pack_parts
 from checkrun_format.rows import Ids, Mask
 from checkrun_format.stores import Buffer, Store
 from checkrun_format.workers import Workers

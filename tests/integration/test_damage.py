@@ -25,7 +25,8 @@ import pytest
 
 import checkrun_format as crf
 from checkrun_format import chunks, layout, verify
-from checkrun_format.manifest import ArrayEntry, PartFile, parse_parts
+from checkrun_format.manifest import ArrayEntry, PartFile
+from checkrun_format.partfile import parse_parts
 from checkrun_format.stores import LocalStore, Store
 from tests.property.strategies import MemoryStore
 

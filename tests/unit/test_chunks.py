@@ -1,4 +1,4 @@
-"""Chunks that several readers want at once, and objects that are read ahead."""
+"""Chunks that several readers want at once, objects that are read ahead, and frames that lie."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import google_crc32c
+import msgspec
 import numpy as np
 import pytest
 
-from checkrun_format.chunks import ChunkReader, encode, entry_for
+from checkrun_format.chunks import ChunkReader, compress, decode, encode, entry_for
 from checkrun_format.errors import DamagedError
 from checkrun_format.testing import MemoryStore
 from checkrun_format.workers import ProcessLock
@@ -94,3 +96,59 @@ def test_a_lock_is_free_in_a_forked_child() -> None:
             with lock:
                 os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def object_of(payload: bytes) -> bytes:
+    """A chunk object of these compressed bytes, its checksum right."""
+    checksum: int = google_crc32c.value(payload)
+    return payload + checksum.to_bytes(4, "little")
+
+
+def overwritten(payload: bytes, offset: int, value: int, width: int = 4) -> bytes:
+    return payload[:offset] + value.to_bytes(width, "little") + payload[offset + width :]
+
+
+WHOLE = entry_for("int64", (1000,), 1000, "zstd")
+ROWS = np.arange(1000) * 3
+ZSTD, BLOSC = (compress(ROWS.tobytes(), name, 8) for name in ("zstd", "blosc"))
+
+
+FRAMES: dict[str, tuple[str, bytes]] = {
+    "more bytes than there are": ("blosc", overwritten(BLOSC, 12, 2**31 - 1)),
+    "fewer bytes than there are": ("blosc", overwritten(BLOSC, 12, 16)),
+    "more bytes after it": ("blosc", BLOSC + b"\0"),
+    "less than its header": ("blosc", BLOSC[:12]),
+    "a larger chunk": ("blosc", overwritten(BLOSC, 4, 8001)),
+    "a smaller chunk": ("blosc", compress(ROWS[:999].tobytes(), "blosc", 8)),
+    "lz4 inside": ("blosc", overwritten(BLOSC, 2, 1 << 5 | BLOSC[2] & 31, 1)),
+    "a huge chunk of zstd": ("zstd", bytes.fromhex("28b52ffde0ffffffffffffff7f") + ZSTD[7:]),
+    "a larger chunk of zstd": ("zstd", compress(bytes(8001), "zstd", 8)),
+    "a frame of no told size": ("zstd", overwritten(ZSTD, 4, 0, 1)),
+    "two frames": ("zstd", compress(ROWS[:500].tobytes(), "zstd", 8) + compress(ROWS[500:].tobytes(), "zstd", 8)),
+    "another frame after it": ("zstd", ZSTD * 2),
+    "no frame": ("zstd", bytes(100)),
+    "nothing": ("zstd", b""),
+    "half of its bytes": ("zstd", ZSTD[: len(ZSTD) // 2]),
+}
+
+
+@pytest.mark.parametrize("what", FRAMES)
+def test_a_frame_that_tells_other_lengths_is_not_decoded(what: str) -> None:
+    """ZAR-3: decoders believe the header of a frame: they read beyond its end, or allocate what it says."""
+    compression, payload = FRAMES[what]
+    entry = msgspec.structs.replace(WHOLE, compression=compression)
+    with pytest.raises(DamagedError, match=r"^there: .*(ZAR-3|cannot decompress it)"):
+        decode(object_of(payload), entry, 0, "there")
+
+
+@pytest.mark.parametrize("compression", ["zstd", "blosc"])
+@pytest.mark.parametrize("rows", [1, 31, 32, 40, 5000, 9000, 70_000])
+def test_frames_of_every_size_are_decoded(compression: str, rows: int) -> None:
+    """RFC 8878: a content size of one, two, four bytes; Blosc as it is, and as a plain copy of what does not shrink."""
+    noise = np.random.default_rng(rows).integers(0, 256, rows, np.uint8)
+    for values in (np.zeros(rows, np.uint8), noise):
+        entry = entry_for("uint8", (rows,), rows, compression)
+        data = b"".join(bytes(buffer) for buffer in encode(values, entry))
+        found = decode(data, entry, 0, "there")
+        assert np.array_equal(found, values)
+        assert not found.flags.writeable  # several readers share it

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from checkrun_format import layout, manifest
+from checkrun_format import layout, manifest, partfile
 from checkrun_format.errors import (
     CheckrunError,
     DamagedError,
@@ -105,7 +105,12 @@ def block(**changes: Any) -> Json:
     told = {
         "rows": 10,
         "fields": [{"name": "weight", "encoding": "affine", "columns": 8, "bits": 4, "dtype": None}],
-        "arrays": {"weight.codes": array([10, 4]), "rows": array([10], "int64"), "deleted": array([3], "int64")},
+        "arrays": {
+            "weight.codes": array([10, 4]),
+            "rows": array([10], "int64"),
+            "recent": array([2]),
+            "deleted": array([3], "int64"),
+        },
     }
     return told | changes
 
@@ -139,7 +144,7 @@ PARSERS: dict[str, tuple[Callable[[], Json], Callable[[Any], bytes], Callable[[b
     "commit": (commit_document, framed, lambda data: manifest.parse_occupant(data, 42)),
     "pruned": (pruned_document, framed, lambda data: manifest.parse_occupant(data, 42)),
     "manifest": (manifest_document, lambda d: json.dumps(d).encode(), lambda d: manifest.parse_manifest(d, "m")),
-    "parts": (parts_document, packed, lambda data: manifest.parse_parts(data, "p")),
+    "parts": (parts_document, packed, lambda data: partfile.parse_parts(data, "p")),
     "tag": (tag_document, lambda d: json.dumps(d).encode(), lambda data: manifest.parse_tag(data, "best")),
 }
 """Document name -> a valid document, what makes bytes of it, and its parser."""
@@ -331,7 +336,7 @@ def test_a_document_in_another_frame_is_damaged(name: str, frame: str) -> None:
 def test_others_may_add_conventions_and_attributes() -> None:
     """DOC-3 wants an entry with this uuid, DOC-1 ignores the rest."""
     group = json.loads(framed(commit_document()))
-    group["attributes"]["zarr_conventions"].insert(0, {"uuid": "1", "name": "proj:"})
+    group["attributes"]["zarr_conventions"][:0] = [{"uuid": "1", "name": "proj:"}, {}, None, 7, "x", [{"uuid": UUID}]]
     group["attributes"]["multiscales"] = [1]
     group["consolidated_metadata"] = None
     assert isinstance(manifest.parse_occupant(json.dumps(group).encode(), 42), Commit)
@@ -465,6 +470,26 @@ def test_commits_at_the_edge_of_what_is_allowed(changes: Json) -> None:
     assert manifest.as_object(found) == commit_document() | changes
 
 
+def test_a_commit_has_at_most_8192_bytes() -> None:
+    """COM-3; of another version it is taken for committed, whatever its size (COM-2)."""
+    data = framed(commit_document() | {"padding": ""})
+    most = data.replace(b'"padding": ""', b'"padding": "%s"' % (b"x" * (8192 - len(data))))
+    assert len(most) == 8192
+    assert isinstance(manifest.parse_occupant(most, 42), Commit)
+    with pytest.raises(DamagedError, match=r"^00000042/zarr.json: 8193 bytes; .*COM-3"):
+        manifest.parse_occupant(most + b" ", 42)
+    with pytest.raises(UnsupportedVersionError):
+        manifest.parse_occupant(most.replace(b'"0.9"', b'"1.9"') + b" ", 42)
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (1, True), (0, False), (None, 0), ("a", "A"), ([1], [1.0])])
+def test_a_commit_is_repeated_by_types_too(one: Any, other: Any) -> None:
+    """MAN-1: as JSON values, of the same types, keys that a reader does not know included."""
+    manifest.check_repeated({"b": 1, "future": one}, {"future": one, "b": 1}, "here")
+    with pytest.raises(DamagedError, match=r"^here: it differs from what its manifest repeats"):
+        manifest.check_repeated({"future": [one]}, {"future": [other]}, "here")
+
+
 def test_the_object_of_a_commit_is_without_its_manifest() -> None:
     """MAN-1: as JSON values, keys that a reader does not know included."""
     document = commit_document() | {"future": [2**70, 0.1, None, "é"]}
@@ -506,7 +531,14 @@ def test_a_digest_is_of_all_bytes() -> None:
         {"tables": [table(fields=[field("../x")])]},
         {"tables": [table(fields=[field("weight", 0)])]},
         {"tables": [table(rows=None)]},
+        {"tables": [table(key_dtype="int64")]},
         {"tables": [table(addressing="keyed", key_dtype="int64")]},
+        {"tables": [table(addressing="keyed", rows=None)]},
+        {"parent_sha256": None},
+        {"predecessor_sha256": None},
+        {"commit": {key: value for key, value in commit_document().items() if key != "predecessor"}},
+        {"commit": commit_document() | {"parent": None}},
+        {"extra_blob": {"writer": 0, "offset": 0, "bytes": 2}},
         {"tables": [table(rows=-1)]},
         {"tables": [table(rows=2**63)]},
         {"writers": [{"bytes": 1}]},
@@ -530,12 +562,14 @@ def test_manifests_that_contradict_the_page(changes: Json) -> None:
         {"tables": [table(storage="sparse")]},
         {"tables": [table(addressing="hashed", rows=None)]},
         {"tables": [table(addressing="keyed", key_dtype="int128", rows=None)]},
+        {"tables": [table(key_dtype="int128")]},
         {"tables": [table(requires=["codebook"])]},
         {"tables": [table(fields=[field() | {"dtype": "float4"}])]},
         {"tensors": [{"name": "t", "dtype": "float4", "shape": [], "writer": 9, "offset": 2**62}]},
         {"tables": [table(name) for name in ("", "a/b", "..", "Ä", "ä", "\x00", "x" * 300)]},
         {"tables": [], "writers": [], "tensors": [], "blobs": [], "dropped": []},
         {"extra": None},
+        {"extra": None, "extra_blob": {"writer": 0, "offset": 0, "bytes": 2}},
         {"extra": 1e300},
         {"tables": [table(rows=0)]},
         {"tables": [table(rows=2**63 - 1)]},
@@ -561,34 +595,35 @@ def test_a_lone_surrogate_is_no_name() -> None:
 
 def test_packing_is_deterministic_and_undone_by_parsing() -> None:
     """The same document gives the same bytes; any gzip reads them."""
-    record = manifest.parse_parts(packed(parts_document()), "p")
-    data = manifest.pack_parts(record)
-    assert data == manifest.pack_parts(record)
+    record = partfile.parse_parts(packed(parts_document()), "p")
+    data = partfile.pack_parts(record)
+    assert data == partfile.pack_parts(record)
     assert json.loads(gzip.decompress(data)) == parts_document()
-    assert manifest.parse_parts(data, "p") == record
+    assert partfile.parse_parts(data, "p") == record
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\x1f\x8b", b"{}", PACKED[:-1], PACKED[:12], PACKED + b"x"],
+    [b"", b"\x1f\x8b", b"{}", PACKED[:-1], PACKED[:12], PACKED + b"x", PACKED + PACKED, PACKED + b"\0"],
     ids=repr,
 )
-def test_what_is_no_gzip_is_damaged(data: bytes) -> None:
+def test_what_is_not_one_member_of_gzip_is_damaged(data: bytes) -> None:
+    """5.5: with nothing after it."""
     with pytest.raises(DamagedError) as caught:
-        manifest.parse_parts(data, "x/parts-0.json.gz")
+        partfile.parse_parts(data, "x/parts-0.json.gz")
     assert caught.value.place == "x/parts-0.json.gz"
 
 
 def test_every_flipped_bit_of_gzip_is_damage_or_harmless() -> None:
     """Without the digest that is checked before: never another error than ours, never another document."""
     data = packed(parts_document())
-    expected = manifest.parse_parts(data, "p")
+    expected = partfile.parse_parts(data, "p")
     for offset in range(len(data)):
         for bit in range(8):
             changed = bytearray(data)
             changed[offset] ^= 1 << bit
             try:
-                found = manifest.parse_parts(bytes(changed), "p")
+                found = partfile.parse_parts(bytes(changed), "p")
             except CheckrunError as error:
                 assert error.kind == "damaged"  # noqa: PT017 - either this or an equal document
             else:
@@ -627,6 +662,14 @@ FIRST, SECOND = parts_document()["parts"]
         {"blocks": []},
         {"blocks": [block(rows=11)]},
         {"blocks": [block(arrays={"weight.codes": array([10, 4]), "rows": array([10], "int64")})]},
+        {"blocks": [block(fields=block()["fields"] * 2)], "parts": [[*FIRST, 0], [*SECOND, 0]]},
+        {"blocks": [block(fields=[])], "parts": [FIRST[:8], SECOND[:8]]},
+        {"blocks": [block(), {"rows": 0, "fields": [], "arrays": {"weight.codes": array([10, 4])}}]},
+        {"blocks": [block(), block(rows=0, arrays={})]},
+        {"blocks": [block(arrays={name: a for name, a in block()["arrays"].items() if name != "recent"})]},
+        {"parts": [FIRST, [1, 0, 4, 6, -1, 1, 0, 3, 0]]},
+        {"tables": ["user", "user"]},
+        *({"dense": {name: array([3])}} for name in ("", "../blob", "a/b", "Blob", "blob\n", "a.b.c", ".", "a" * 65)),
         {"blocks": [block(arrays={"weight.codes": array([10, 4]), "deleted": array([3], "int64")})]},
         {"blocks": [block(), block()]},
         {"blocks": [block(arrays=block()["arrays"] | {"rows": array([])})]},
@@ -643,18 +686,42 @@ FIRST, SECOND = parts_document()["parts"]
 def test_part_files_that_contradict_the_page(changes: Json) -> None:
     """PRT-1: without gap or overlap; PRT-2: all parts of a block list their rows or none; ZAR-2; DOC-2."""
     with pytest.raises(DamagedError) as caught:
-        manifest.parse_parts(packed(parts_document() | changes), "x/parts-0.json.gz")
+        partfile.parse_parts(packed(parts_document() | changes), "x/parts-0.json.gz")
     assert caught.value.place == "x/parts-0.json.gz"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bits": 0},
+        {"bits": 9},
+        {"bits": None},
+        {"columns": None},
+        {"dtype": "float32"},
+        {"encoding": "raw"},
+        {"encoding": "raw", "bits": None},
+        {"encoding": "raw", "dtype": "float32"},
+    ],
+    ids=repr,
+)
+def test_fields_leave_null_what_belongs_to_the_other_encoding(changes: Json) -> None:
+    """5.5: known values that contradict one another are damage; an unknown encoding may mean anything (TAB-1)."""
+    fields = [block()["fields"][0] | changes]
+    document = parts_document() | {"blocks": [block(fields=fields)]}
+    with pytest.raises(DamagedError, match=r"^p: block 0: (raw|affine) field 'weight' of .*5\.5"):
+        partfile.parse_parts(packed(document), "p")
+    fields[0]["encoding"] = "codebook"
+    assert partfile.parse_parts(packed(document), "p").blocks[0].fields[0].encoding == "codebook"
 
 
 def test_a_block_of_tombstones_only() -> None:
     """PRT-2: a part of count 0 stands in a block without rows and fields."""
     tombstones = {"rows": 0, "fields": [], "arrays": {"deleted": array([3], "int64")}}
     document = parts_document() | {"blocks": [tombstones], "parts": [[1, 0, 0, 0, -1, 0, 0, 3]]}
-    assert manifest.as_object(manifest.parse_parts(packed(document), "p")) == document
+    assert manifest.as_object(partfile.parse_parts(packed(document), "p")) == document
     for part in ([1, 0, 0, 0, 0, 0, 0, 3], [1, 0, 0, 0, -1, 1, 0, 3]):
         with pytest.raises(DamagedError, match="PRT-2"):
-            manifest.parse_parts(packed(document | {"parts": [part]}), "p")
+            partfile.parse_parts(packed(document | {"parts": [part]}), "p")
 
 
 def test_numbers_are_64_bits_wide() -> None:
@@ -665,7 +732,7 @@ def test_numbers_are_64_bits_wide() -> None:
         "blocks": [block(rows=most, arrays=arrays)],
         "parts": [[0, 0, 0, 2**62, 2**61, 1, 0, 2**40, 0], [0, 0, 2**62, 2**62 - 1, most, 1, 2**40, 0, most]],
     }
-    assert manifest.as_object(manifest.parse_parts(packed(document), "p")) == document
+    assert manifest.as_object(partfile.parse_parts(packed(document), "p")) == document
 
 
 # What is said about damage --------------------------------------------------------------------------------------------
