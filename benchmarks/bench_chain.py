@@ -379,7 +379,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         lengths = by_length(folder, million, rounds=3)
-        sizes = [by_size(folder, "uniform", rows, rounds) for rows in (million, 4 * million, 16 * million, 20 * million)]
+        sizes = [
+            by_size(folder, "uniform", rows, rounds) for rows in (million, 4 * million, 16 * million, 20 * million)
+        ]
         sizes.append(by_size(folder, "zipf", 4 * million, rounds))
         sizes += [by_size(folder, "uniform", million, rounds, kind) for kind in KINDS]
     results = {
