@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, overload
 
 from checkrun_format import layout, manifest
@@ -71,10 +71,12 @@ class History:
                 manifest.parse_run(data)
             except NotARunError as error:
                 raise NotARunError(f"{self.store.url} holds no run: {error}") from error
-        elif self.store.folders() is None:
+            return
+        names = self.store.folders()
+        if names is None:
             raise RunNotFoundError(f"{self.store.url} does not exist")
-        else:
-            raise NotARunError(f"{self.store.url} holds no run: it has no {layout.RUN_KEY}")
+        way_out = _if_lost(names)
+        raise NotARunError(f"{self.store.url} holds no run: it has no {layout.RUN_KEY}{way_out and '; '}{way_out}")
 
     def create_run(self, document: bytes | None = None) -> None:
         """Create the run document if there is none (RUN-1): the one that is given, or a new one.
@@ -91,9 +93,9 @@ class History:
             return
         strangers = [name for name in self.store.folders() or () if not name.startswith(".")]
         if strangers and self.store.get(layout.RUN_KEY) is None:  # they may be of a run that was created just now
+            way_out = _if_lost(strangers) or "give an empty folder"
             raise NotARunError(
-                f"{self.store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): give an empty "
-                "folder"
+                f"{self.store.url} holds no run but other things ({', '.join(sorted(strangers)[:3])}): {way_out}"
             )
         if document is None:
             document = layout.group_document({"kind": "run", "format_version": FORMAT_VERSION, "requires": []})
@@ -344,3 +346,13 @@ def _warn_of_burnt(numbers: list[int], latest: str) -> None:
     if numbers:
         listed = ", ".join(layout.commit_key(number) for number in sorted(numbers))
         warnings.warn(f"{listed}: no commit, the number is burnt; {latest}", BurntNumberWarning, stacklevel=4)
+
+
+def _if_lost(names: Iterable[str]) -> str:
+    """What to do where checkpoints lie without the run document; nothing where there are none."""
+    if all(layout.parse_folder(name) is None for name in names):
+        return ""
+    return (
+        f"if these are checkpoints of a run that lost its {layout.RUN_KEY}, put that of a copy back, or that of a new "
+        "run of the same release"
+    )

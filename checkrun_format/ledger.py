@@ -134,9 +134,11 @@ class Ledger:
             raise InvalidInputError(f"dropped: table {wrong[0]!r} {where}")
         forgotten = sorted(known - set(sources) - set(dropped))
         if forgotten:
+            new = sorted(set(sources) - known)
+            mistaken = f"; or is it what the state calls {', '.join(map(repr, new[:3]))}?" if new else ""
             raise InvalidInputError(
                 f"table {forgotten[0]!r} of the latest checkpoint is not in the state; if it is gone for good, name it "
-                f"in dropped=[...] ({len(forgotten)} such tables in all)"
+                f"in dropped=[...] (tables missing in all: {len(forgotten)}){mistaken}"
             )
         origin = self.legal_origin()
         for name, source in sources.items():

@@ -219,7 +219,7 @@ class BitRule:
             for pattern, value in self.bits.items():
                 if not isinstance(pattern, str):
                     raise InvalidInputError(f"bits: {pattern!r} is no table name or pattern")
-                _check_field_bits(value, f"bits of tables {pattern!r}")
+                _check_field_bits(value, f"bits[{pattern!r}]")
         else:
             _check_bits(self.bits, "bits")
         object.__setattr__(self, "bits", _plain(self.bits))
@@ -273,7 +273,9 @@ class BitRule:
         chosen = self.bits.get(table) if isinstance(self.bits, Mapping) else None
         unknown = set(chosen) - set(fields) if isinstance(chosen, Mapping) else None
         if unknown:
-            raise InvalidInputError(f"bits of table {table!r}: the table has no field {min(unknown)!r}")
+            raise InvalidInputError(
+                f"bits of table {table!r}: the table has no field {min(unknown)!r}; it has {', '.join(fields)}"
+            )
 
     def _said(self, table: str, field: str, restores: int) -> FieldBits:
         """What is said of a table, or else of fields of this name."""

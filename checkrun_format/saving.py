@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ from checkrun_format.sources import blob_bytes, table_sources, tensor_arrays
 from checkrun_format.staging import Save
 from checkrun_format.state import ALL, State, TableSource
 from checkrun_format.writer import PartList, Writer, objects_of
+
+_LOG = logging.getLogger("checkrun_format")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,8 @@ class Saver:
         self.ledger.check_may_save()
         prepared = replace(self._prepare(state, step, parent, force_full=force_full), stage=stage, check=check)
         self._tell(prepared, _checked_names(dropped, "dropped"))
+        if parent is not None:
+            self._tell_of_forgotten_restore()
         committed, arranged, content = self._attempts.commit(
             lambda: self._arrange(prepared),
             lambda claim, arranged: self._write(self._writer(claim), prepared, arranged),
@@ -132,6 +137,16 @@ class Saver:
         self.ledger.saved(committed, stored, settled, keys)
         self.ledger.lossy.update(name for name, plans in prepared.plans.items() if is_lossy(plans))
         return committed
+
+    def _tell_of_forgotten_restore(self) -> None:
+        latest = self.ledger.latest
+        if latest is not None and self.ledger.origin is None:
+            _LOG.warning(
+                "%s: this Run restored nothing, so this save is a base that does not go on from checkpoint %d; to go "
+                "on from it, restore() before training; to begin anew, use another folder (parent=None: it is meant)",
+                self._store.url,
+                latest.sequence,
+            )
 
     def plan(
         self, state: State, step: object, parent: int | str | None, dropped: Sequence[str], *, force_full: bool

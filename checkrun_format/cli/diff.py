@@ -197,7 +197,10 @@ def _show(page: Page, found: Comparison, *, only_a_table: bool) -> None:
         page.line("extra: equal")
     else:
         page.line("extra: differs" + (" in " + ", ".join(map(quoted, found.extra)) if found.extra else ""))
-    page.line("A and B are equal." if found.equal else "A and B differ.")
+    if found.problems:
+        page.line("What is damaged was not compared.")
+    else:
+        page.line("A and B are equal." if found.equal else "A and B differ.")
 
 
 def _table_rows(table: TableDifference) -> Iterator[list[str]]:

@@ -142,7 +142,9 @@ def _installed(kind: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise InvalidInputError(f"{kind} files need the package {package}: pip install {package}") from error
+        raise InvalidInputError(
+            f'{kind} files need the package {package}: pip install "checkrun-format[{package}]"'
+        ) from error
 
 
 def write(path: Path, kind: str, entries: Sequence[Entry], label: str, *, overwrite: bool) -> int:

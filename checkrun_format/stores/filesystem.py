@@ -81,6 +81,9 @@ class FilesystemStore(Store):
             raise InvalidInputError(f"{self.url}: no store here serves this address ({error})") from None
         except (KeyError, TypeError) as error:
             raise InvalidInputError(f"storage_options of {self.url} are refused ({type(error).__name__})") from None
+        except OSError as error:  # as of an archive that is not there
+            said = scrubbed(str(error), _texts(self._options))
+            raise StorageError(error.errno or errno.EIO, f"{self.url}: the store cannot be opened ({said})") from None
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root

@@ -141,6 +141,8 @@ class Checkpointer:
         self._content = Content(model, named, found, stateful or {}, sharded)
         if isinstance(run, Run) and options:
             raise InvalidInputError(f"{min(options)}= belongs to open_run(), which opened this run")
+        if isinstance(run, Run) and run.mode != "a":
+            raise InvalidInputError("the run is open for reading; open_run(..., mode='a') is for saving and restoring")
         self._opened, self._closed = not isinstance(run, Run), False
         self.run: Run | RankedRun = opened(run, options, process_group, timeout, sharded)
         self._ranks: Alone | RankedRun = Alone() if isinstance(self.run, Run) else self.run

@@ -138,6 +138,8 @@ class Content:
         stateful: Mapping[str, Stateful],
         sharded: ShardedModel | None = None,
     ) -> None:
+        if not isinstance(stateful, Mapping):
+            raise InvalidInputError(f"stateful: a {type(stateful).__name__}; give a mapping of names to objects")
         for name, other in stateful.items():
             if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
                 raise InvalidInputError(f"stateful: {name!r} is a {type(other).__name__}, which has no state_dict()")

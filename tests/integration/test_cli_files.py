@@ -203,7 +203,7 @@ class TestProcesses:
         for arguments in (["export", tmp_path / "run", tmp_path / "x.pt"], ["import", file, tmp_path / "run"]):
             done = without_torch(*arguments, *(["--format", "torch"] if arguments[0] == "import" else []))
             assert done.returncode == 2
-            assert "torch files need the package torch: pip install torch" in done.stderr
+            assert 'torch files need the package torch: pip install "checkrun-format[torch]"' in done.stderr
 
     def test_progress_on_a_terminal(self, file: Path, tmp_path: Path) -> None:
         shown = on_a_terminal("import", file, tmp_path / "run")

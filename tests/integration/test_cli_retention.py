@@ -281,6 +281,7 @@ class TestDiff:
         assert [table["table"] for table in made.document["tables"]] == [ODD]
         assert made.document["problems"][0]["kind"] == "damaged" and not made.document["equal"]
         assert "weight.codes" in made.errors[0]
+        assert checkrun("diff", run, 4, 5, code=1).stdout.splitlines()[-1] == "What is damaged was not compared."
 
     def test_not_found(self, run: Path) -> None:
         assert "no checkpoint 99" in checkrun("diff", run, 1, 99, code=3).errors[0]

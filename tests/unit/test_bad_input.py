@@ -235,9 +235,16 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     # tables
     "table forgotten": (
         lambda: state(tables={"user": tables()["user"]}),
-        "table 'item' of the latest checkpoint is not in the",
+        "table 'item' of the latest checkpoint is not in the state; .* .tables missing in all: 1.$",
     ),
-    "all tables forgotten": (lambda: state(tables={}), "table 'item' .* name it in dropped=.* .2 such tables in all"),
+    "table misspelt": (
+        lambda: state(tables={"user": tables()["user"], "itm": tables()["item"]}),
+        "table 'item' of the latest checkpoint is not in the state; .* or is it what the state calls 'itm'[?]$",
+    ),
+    "all tables forgotten": (
+        lambda: state(tables={}),
+        "table 'item' .* name it in dropped=.* .tables missing in all: 2.$",
+    ),
     "name no text": (lambda: state(tables={**tables(), 3: tables()["user"]}), "table name 3 is not text"),
     "name no UTF-8": (
         lambda: state(tables={**tables(), "\ud800": tables()["user"]}),
@@ -356,9 +363,9 @@ class TestOpening:
             ({"bits": 9}, "bits: 9"),
             ({"bits": "4"}, "bits: '4'"),
             ({"bits": [4]}, r"bits: \[4\]"),
-            ({"bits": {"user": 9}}, "bits of tables 'user': 9"),
-            ({"bits": {"user": {"weight": -1}}}, "bits of tables 'user', field 'weight': -1"),
-            ({"bits": {"*": "auto"}}, "bits of tables '[*]': 'auto'"),
+            ({"bits": {"user": 9}}, r"bits\['user'\]: 9"),
+            ({"bits": {"user": {"weight": -1}}}, r"bits\['user'\], field 'weight': -1"),
+            ({"bits": {"*": "auto"}}, r"bits\['[*]'\]: 'auto'"),
             ({"bits": {3: 4}}, "bits: 3 is no table name or pattern"),
             ({"bits": "auto"}, "bits='auto' needs expected_restores="),
             ({"bits": "auto", "expected_restores": -1}, "needs expected_restores=, not -1: a number from 0 on"),
@@ -425,6 +432,23 @@ class TestOpening:
             ):
                 crf.open_run(folder, "a")
         assert listing(folder) == before
+
+    def test_a_run_that_lost_its_document(self, run: Run, folder: Path) -> None:
+        """The way out is no empty folder; the document of any new run will do."""
+        (folder / "run/zarr.json").rename(folder / "lost.json")
+        for mode in ("r", "a"):
+            with pytest.raises(NotARunError, match=r"holds no run.* lost its zarr\.json, put that of a copy back, or"):
+                crf.open_run(run.url, mode)
+        crf.open_run(folder / "new", "a", durable=False)
+        assert (folder / "new/zarr.json").read_bytes() == (folder / "lost.json").read_bytes()
+        (folder / "new/zarr.json").rename(folder / "run/zarr.json")
+        assert crf.open_run(run.url).latest().load().extra == {"number": 2}
+
+    def test_a_store_that_cannot_be_opened(self, folder: Path) -> None:
+        (folder / "full").mkdir()
+        (folder / "full/x").write_bytes(b"")
+        with pytest.raises(crf.StorageError, match=r"zip://run: the store cannot be opened .*Is a directory"):
+            crf.open_run("zip://run", storage_options={"fo": str(folder / "full")})
 
     def test_a_checkpoint_is_no_run(self, run: Run) -> None:
         for mode in ("r", "a"):

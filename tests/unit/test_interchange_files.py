@@ -407,4 +407,7 @@ def test_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("checkrun_format.interchange.safetensors._check", missing)
     (tmp_path / "a.safetensors").write_bytes(b"")
-    refused(tmp_path / "a.safetensors", "safetensors files need the package safetensors: pip install safetensors")
+    refused(
+        tmp_path / "a.safetensors",
+        'safetensors files need the package safetensors: pip install "checkrun-format[safetensors]"',
+    )

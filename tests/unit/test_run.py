@@ -515,7 +515,7 @@ class TestBits:
         """Named for the table itself it is a mistake, in a pattern it may be that of another table."""
         state = State(tables={"user": Table({"weight": weights()})})
         run = crf.open_run(tmp_path / "a", "a", durable=False, bits={"user": {"wieght": 4}, "u*": 4})
-        with pytest.raises(crf.InvalidInputError, match="bits of table 'user': the table has no field 'wieght'"):
+        with pytest.raises(crf.InvalidInputError, match=r"bits of table 'user': .* no field 'wieght'; it has weight"):
             run.save(state)
         assert run.latest(None) is None
         run = crf.open_run(tmp_path / "b", "a", durable=False, bits={"u*": {"weight": 3, "exp_avg": 8}})
@@ -982,6 +982,26 @@ class TestOrigin:
         checkpoint = story.save({"t": Table({"weight": values})})
         assert (checkpoint.parent, checkpoint.table("t").storage) == (None, "full")
         story.check()
+
+    def test_a_forgotten_restore_is_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Once, by the save that begins anew over what is there; a save that means it says `parent=None`."""
+        state = State(tables={"t": Table({"weight": weights()}, changed=[1])})
+
+        def saved(run: Run, **options: Any) -> tuple[int, list[str]]:
+            caplog.clear()
+            return run.save(state, **options).sequence, [record.getMessage() for record in caplog.records]
+
+        first = crf.open_run(tmp_path, "a", durable=False)
+        assert [saved(first), saved(first)] == [(1, []), (2, [])]
+        again = crf.open_run(tmp_path, "a", durable=False)
+        again.plan_save(state)
+        number, (message,) = saved(again)
+        assert number == 3 and "a base that does not go on from checkpoint 2; to go on from it, restore()" in message
+        assert saved(again) == (4, [])
+        assert saved(crf.open_run(tmp_path, "a", durable=False), parent=None) == (5, [])
+        restored = crf.open_run(tmp_path, "a", durable=False)
+        restored.restore(4)
+        assert saved(restored) == (6, [])
 
     def test_loading_sets_no_origin(self, tmp_path: Path) -> None:
         story = TestParents.story(tmp_path)

@@ -690,6 +690,15 @@ class TestRefusals:
         stateful: Any = {"epoch": 3}
         with pytest.raises(InvalidInputError, match=r"'epoch' is a int, which has no state_dict\(\)"):
             Checkpointer(tmp_path, Model(), stateful=stateful)
+        stateful = [torch.optim.lr_scheduler.StepLR(made("sgd")[1][0], 3)]
+        with pytest.raises(InvalidInputError, match="stateful: a list; give a mapping of names to objects"):
+            Checkpointer(tmp_path, Model(), stateful=stateful)
+
+    def test_a_run_that_is_open_for_reading(self, tmp_path: Path) -> None:
+        """Refused at once, not by the first save, hours later."""
+        crf.open_run(tmp_path, "a", durable=False)
+        with pytest.raises(InvalidInputError, match=r"open for reading; open_run\(\.\.\., mode='a'\)"):
+            Checkpointer(crf.open_run(tmp_path), Model())
 
     def test_after_close(self, tmp_path: Path) -> None:
         with Checkpointer(tmp_path, Model(), durable=False) as checkpointer:
