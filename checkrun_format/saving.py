@@ -142,8 +142,8 @@ class Saver:
         latest = self.ledger.latest
         if latest is not None and self.ledger.origin is None:
             _LOG.warning(
-                "%s: this Run restored nothing, so this save is a base that does not go on from checkpoint %d; to go "
-                "on from it, restore() before training; to begin anew, use another folder (parent=None: it is meant)",
+                "%s: this Run did not restore checkpoint %d, so this save is a base that does not go on from it; to do "
+                "so, restore() before training; to begin anew, use another folder (parent=None: it is meant)",
                 self._store.url,
                 latest.sequence,
             )
