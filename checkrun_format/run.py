@@ -285,7 +285,8 @@ class Run(Checkpoints):
         Raises
         ------
         DamagedError
-            Of what is read something is damaged; with `fallback`, no checkpoint is sound.
+            Of what is read something is damaged; with `fallback`, no checkpoint is sound. `out` may hold anything then,
+            as after any error in reading: the next save is a base.
         """
         if fallback and checkpoint is not None:
             raise InvalidInputError("fallback=True looks for the checkpoint itself: give no number")
@@ -297,9 +298,16 @@ class Run(Checkpoints):
                 chosen = self.latest(skip_damaged=skip_damaged)
             else:
                 chosen = self[number_of(checkpoint, "restore")]
-            state = chosen.load(
-                tables=tables, out=out, framework=framework, device=device, max_host_bytes=max_host_bytes
-            )
+            try:
+                state = chosen.load(
+                    tables=tables, out=out, framework=framework, device=device, max_host_bytes=max_host_bytes
+                )
+            except InvalidInputError:  # nothing has been read
+                raise
+            except BaseException:
+                if out is not None:
+                    saver.ledger.origin = None
+                raise
             saver.ledger.restored_from(chosen.sequence)
             return state
 

@@ -20,6 +20,7 @@ from checkrun_format import ALL, Checkpoint, Run, State, StorageError, Table, dl
 from checkrun_format.errors import (
     CheckpointNotFoundError,
     ConcurrentCommitError,
+    DamagedError,
     InvalidInputError,
     PrunedError,
     RunNotFoundError,
@@ -996,12 +997,38 @@ class TestOrigin:
         again = crf.open_run(tmp_path, "a", durable=False)
         again.plan_save(state)
         number, (message,) = saved(again)
-        assert number == 3 and "a base that does not go on from checkpoint 2; to go on from it, restore()" in message
+        assert number == 3 and "did not restore checkpoint 2, so this save is a base" in message
         assert saved(again) == (4, [])
         assert saved(crf.open_run(tmp_path, "a", durable=False), parent=None) == (5, [])
         restored = crf.open_run(tmp_path, "a", durable=False)
         restored.restore(4)
         assert saved(restored) == (6, [])
+
+    def test_a_restore_that_fails_in_reading_leaves_none(self, tmp_path: Path) -> None:
+        """The arrays may hold anything: nothing that was known of them is laid an increment over."""
+        run = crf.open_run(tmp_path, "a", durable=False, policy="consecutive")
+        held = {name: weights(seed=number) for number, name in enumerate("ab")}
+        state = State(tables={name: Table({"weight": values}, changed=[]) for name, values in held.items()})
+        run.save(state)
+        for values in held.values():
+            values += 1
+        run.save(state, force_full=True)
+        (path,) = tmp_path.glob("00000001/*/block*/weight.values/c/0/0")
+        path.write_bytes(path.read_bytes()[:-1])
+        wrong = State(tables={"a": Table({"weight": weights(3)})})
+        with pytest.raises(InvalidInputError):
+            run.restore(1, out=wrong)
+        assert run.origin == 2
+        with pytest.raises(DamagedError):
+            run.restore(1)
+        assert run.origin == 2
+        with pytest.raises(DamagedError):
+            run.restore(1, out=state)
+        assert run.origin is None
+        made = run.save(state)
+        assert made.parent is None
+        for name, values in held.items():
+            assert np.array_equal(made.table(name).read()["weight"], values)
 
     def test_loading_sets_no_origin(self, tmp_path: Path) -> None:
         story = TestParents.story(tmp_path)
