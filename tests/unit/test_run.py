@@ -1011,7 +1011,7 @@ class TestOrigin:
         state = State(tables={name: Table({"weight": values}, changed=[]) for name, values in held.items()})
         run.save(state)
         for values in held.values():
-            values += 1
+            values[:] = values + 1
         run.save(state, force_full=True)
         (path,) = tmp_path.glob("00000001/*/block*/weight.values/c/0/0")
         path.write_bytes(path.read_bytes()[:-1])
