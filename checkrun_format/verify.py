@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -337,8 +338,13 @@ def _no_key_twice(store: Store, key: str) -> None:
             raise DamagedError(key, f"key {twice!r} stands twice in one object (DOC-1)")
         return found
 
-    data = store.get(key) or b"{}"
-    json.loads(gzip.decompress(data) if key.endswith(".gz") else data, object_pairs_hook=told)
+    data = store.get(key)
+    if data is None:
+        return  # pruned meanwhile
+    try:
+        json.loads(gzip.decompress(data) if key.endswith(".gz") else data, object_pairs_hook=told)
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
+        raise DamagedError(key, f"altered since it was read: {error}") from error
 
 
 def _shared_blocks(stored: StoredCheckpoint) -> Iterator[Problem]:
