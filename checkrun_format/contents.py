@@ -85,15 +85,12 @@ def _overflows(codes: npt.NDArray[np.uint8], qparams: npt.NDArray[Any], f: Block
 def _raw(block: Block, f: BlockField, field: Field, chunk: int, low: int, high: int) -> None:
     """Bits of booleans, and exact rows beside narrowed values, of one chunk of a part (section 4, RAW-1)."""
     start = chunk * block.chunk_rows
-    values, exact = block.values(f, chunk)[low - start : high - start], _exact(block, f, field, low, high)
+    values = block.values(f, chunk)[low - start : high - start]
     if f.dtype == "bool" and values.max(initial=0) > 1:
         raise DamagedError(block.place(f"{f.name}.values"), "a bool that is neither 0 nor 1 (section 4)")
     if f.dtype == field.dtype:
-        if exact.any():
-            raise DamagedError(
-                block.place(f"{f.name}.exact_index"), "exact rows of a field that is not narrowed (RAW-1)"
-            )
         return
+    exact = _exact(block, f, field, low, high)
     narrowed = dtypes.from_stored(values, f.dtype or "").astype(np.float32)
     if not np.isnan(narrowed[exact]).all() or not np.isfinite(narrowed[~exact]).all():
         raise DamagedError(block.place(f"{f.name}.values"), "NaN stands for exact rows, and they are not these (RAW-1)")
