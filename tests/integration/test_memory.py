@@ -25,20 +25,22 @@ MANY = 20_000_000
 ROWS, COLUMNS = 1_700_000, 32
 """218 MB of float32."""
 
+LARGE = 2 * ROWS
+
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_chain_is_restored_and_compacted_in_bounded_memory(tmp_path: Path, bits: int | None) -> None:
-    """Chunks on their way, those that are kept, and which rows are decided."""
+    """Less than the table takes: chunks on their way, those that are kept, and which rows are decided."""
     rng = np.random.default_rng(1)
-    weight = rng.random((ROWS, COLUMNS), np.float32)
+    weight = rng.random((LARGE, COLUMNS), np.float32)
     run = crf.open_run(tmp_path / "run", "a", durable=False, policy="consecutive", bits=bits, encoder="minmax")
     run.save(crf.State(tables={"t": crf.Table({"weight": weight})}))
     for number in range(3):
-        changed = np.flatnonzero(rng.random(ROWS, np.float32) < 0.1)
+        changed = np.flatnonzero(rng.random(LARGE, np.float32) < 0.1)
         weight[changed] += number
         run.save(crf.State(tables={"t": crf.Table({"weight": weight}, changed=changed)}))
-    out = crf.State(tables={"t": crf.Table({"weight": np.ones((ROWS, COLUMNS), np.float32)})})
-    ids = np.sort(rng.choice(ROWS, 1000, replace=False))
+    out = crf.State(tables={"t": crf.Table({"weight": np.ones((LARGE, COLUMNS), np.float32)})})
+    ids = np.sort(rng.choice(LARGE, 1000, replace=False))
     peaks, taken = [], np.zeros(0)
     tracemalloc.start()
     try:
@@ -59,7 +61,7 @@ def test_a_chain_is_restored_and_compacted_in_bounded_memory(tmp_path: Path, bit
     assert np.array_equal(found[ids], taken)
     assert peaks[0] < 192
     assert peaks[1] < 64
-    assert peaks[2] < 256  # what waits to be written is up to 192 MiB of it, on a busy machine
+    assert peaks[2] < 320  # of 415 MiB; up to 192 MiB of it wait to be written, on a busy machine
     compacted = crf.open_run(tmp_path / "run").latest()
     assert (compacted.sequence, compacted.parent) == (5, None)
     assert np.array_equal(compacted.table("t").read()["weight"], found)
