@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -125,6 +126,14 @@ class EncodedRows:
     """Row numbers or keys, None in a range."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        listed = 0 if self.rows is None else self.rows.nbytes
+        return listed + sum(
+            array.nbytes for f in self.fields for array in (*f.arrays.values(), f.exact_index, f.exact_values)
+        )
+
+    @property
     def layout(self) -> BlockLayout:
         """The layout of a block that can hold them."""
         return BlockLayout(fields=tuple(f.layout for f in self.fields), listed=self.rows is not None)
@@ -233,6 +242,24 @@ def _cut_field(f: EncodedField, low: int, high: int) -> EncodedField:
     )
 
 
+def recut(pieces: Iterable[EncodedRows], count: int) -> Iterator[EncodedRows]:
+    """Pieces of one layout, so many rows at a time; fewer only in the last one."""
+    waiting: list[EncodedRows] = []
+    missing = count
+    for piece in pieces:
+        low = 0
+        while low < piece.count:
+            high = min(low + missing, piece.count)
+            waiting.append(cut(piece, low, high))
+            missing -= high - low
+            low = high
+            if not missing:
+                yield join(waiting)
+                waiting, missing = [], count
+    if waiting:
+        yield join(waiting)
+
+
 def copied(encoded: EncodedRows) -> EncodedRows:
     """The same without any memory of the caller's."""
     fields = [
@@ -284,13 +311,16 @@ class Pool:
     plans: Sequence[FieldPlan]
     members: list[Member] = field(default_factory=list)
     plain: list[PlainRows] = field(default_factory=list)
-    encoded: list[EncodedRows] = field(default_factory=list)
+    encoded: deque[EncodedRows] = field(default_factory=deque)
     bytes: int = 0
 
+    def taken(self) -> Iterator[EncodedRows]:
+        """What was encoded when it came, piece by piece, each given away."""
+        while self.encoded:
+            yield self.encoded.popleft()
+
     def whole(self) -> EncodedRows:
-        """All rows as one, encoded."""
-        if self.encoded:
-            return join(self.encoded)
+        """What was not, encoded as one."""
         if not self.plain:
             return EncodedRows(count=0, fields=[], rows=None)
         values = {name: dlpack.concatenated([p.values[name] for p in self.plain]) for name in self.plain[0].values}

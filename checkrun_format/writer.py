@@ -37,7 +37,7 @@ _SMALL_BYTES = 4 << 20
 """Source bytes up to which a part shares a block with others."""
 
 _POOL_BYTES = 64 << 20
-"""Source bytes that wait in a pool before its block is written."""
+"""Bytes that wait in pools together, before the block of the largest is written."""
 
 _PIECE_BYTES = 16 << 20
 """Source bytes that are gathered and encoded at a time."""
@@ -210,6 +210,7 @@ class Writer:
         self._blocks: list[BlockEntry] = []
         self._parts: list[list[int]] = []
         self._pools: dict[Hashable, Pool] = {}
+        self._waiting = 0
         self._dense: dict[str, list[Array]] = {}
         self._dense_sizes: dict[str, int] = {}
         self._tensors: list[dict[str, Any]] = []
@@ -248,7 +249,7 @@ class Writer:
         if part.count:
             values = {name: dlpack.copied(array) for name, array in part.fetch(0, part.count).items()}
             pool.plain.append(PlainRows(count=part.count, values=values, rows=part.rows))
-        self._add_member(key, pool, member_of(part), size + part.deleted.nbytes)
+        self._add_member(pool, member_of(part), size + part.deleted.nbytes)
 
     def put_encoded(self, table: str, encoded: EncodedRows, first_row: int, columns: Sequence[int]) -> None:
         """Store rows that are already encoded, none of them recent (CMP-2)."""
@@ -258,13 +259,16 @@ class Writer:
         member = Member(
             table=table, first_row=first_row, count=encoded.count, columns=columns, recent=False, deleted=nothing
         )
-        self._add_member(encoded.layout, pool, member, encoded.count * encoded.layout.widest)
+        self._add_member(pool, member, encoded.nbytes)
 
-    def _add_member(self, key: Hashable, pool: Pool, member: Member, size: int) -> None:
+    def _add_member(self, pool: Pool, member: Member, size: int) -> None:
         pool.members.append(member)
         pool.bytes += size
-        if pool.bytes >= _POOL_BYTES:
-            self._flush(self._pools.pop(key))
+        self._waiting += size
+        while self._waiting >= _POOL_BYTES:
+            largest = max(self._pools, key=lambda key: self._pools[key].bytes)
+            self._waiting -= self._pools[largest].bytes
+            self._flush(self._pools.pop(largest))
 
     def put_tensor(self, name: str, values: Array) -> None:
         """Store a dense tensor; its memory is read until `finish`."""
@@ -349,15 +353,22 @@ class Writer:
 
     def _flush(self, pool: Pool) -> None:
         """Write the parts of a pool as one block."""
-        whole = pool.whole()
-        block = self._open_block(whole.layout, whole.count)
-        for low in range(0, whole.count, block.chunk_rows or 1):
-            block.add(blocks.cut(whole, low, min(low + block.chunk_rows, whole.count)))
-        offset = 0
-        for member in pool.members:
-            self._tell(member.table, pool.plans, whole, offset, offset + member.count)
-            offset += member.count
+        if pool.encoded:
+            block = self._open_block(pool.encoded[0].layout, sum(member.count for member in pool.members))
+            self._add_rows(block, pool.taken())
+        else:
+            whole = pool.whole()
+            block = self._open_block(whole.layout, whole.count)
+            self._add_rows(block, [whole])
+            offset = 0
+            for member in pool.members:
+                self._tell(member.table, pool.plans, whole, offset, offset + member.count)
+                offset += member.count
         self._close_block(block, pool.members)
+
+    def _add_rows(self, block: BlockWriter, pieces: Iterable[EncodedRows]) -> None:
+        for chunk in blocks.recut(pieces, block.chunk_rows or 1):
+            block.add(chunk)
 
     def _close_block(self, block: BlockWriter, members: Sequence[Member]) -> None:
         offset = deleted_offset = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 
 import checkrun_format as crf
 from checkrun_format import ALL, Checkpoint, Run, State, StorageError, Table, dlpack, dtypes, policy
+from checkrun_format.blocks import EncodedRows, Pool
 from checkrun_format.errors import (
     CheckpointNotFoundError,
     ConcurrentCommitError,
@@ -1530,6 +1531,38 @@ class TestSizes:
                     assert_within_bound(found["weight"], values, bits)
                     assert bits_of(made.table(name).take([19, 1])["weight"]) == bits_of(found["weight"][[19, 1]])
             assert bits_of(made.table("keyed").take(keys)["weight"]) == bits_of(made.table("t5").read()["weight"])
+        assert run.verify() == []
+
+    def test_what_waits_for_a_block_is_bounded_whatever_its_layouts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A compaction of four widths: rows of none wait for those of their own until the memory is full."""
+        values = np.random.default_rng(0).random((3000, 8), np.float32)
+        for number, bits in enumerate((4, 8, None, 2)):
+            run = crf.open_run(
+                tmp_path, "a", durable=False, encoder="minmax", bits=bits, chunk_bytes=500, policy="consecutive"
+            )
+            changed = None
+            if number:
+                run.restore()
+                changed = np.arange(number, 3000, 4)
+                values[changed] += 1
+            run.save(State(tables={"t": Table({"weight": values}, changed=changed)}))
+        waiting = []
+
+        class Watched(Pool):
+            def taken(self) -> Iterator[EncodedRows]:
+                waiting.append(sum(rows.nbytes for rows in self.encoded))
+                yield from super().taken()
+
+        monkeypatch.setattr("checkrun_format.writer._POOL_BYTES", 4000)
+        monkeypatch.setattr("checkrun_format.writer.Pool", Watched)
+        chain = run.latest().table("t").read()["weight"]
+        compacted = run.compact()
+        assert bits_of(compacted.table("t").read()["weight"]) == bits_of(chain)
+        assert len(compacted._stored.parts("t")) > 4
+        assert sum(waiting) == 750 * (4 * 8 + 3 * 4 + 4 + 8 + 4 * 8 + 2)  # row numbers, qparams, codes, values
+        assert max(waiting) < 4000 + 2000
         assert run.verify() == []
 
     def test_a_large_table_in_several_pieces(self, tmp_path: Path) -> None:
