@@ -21,7 +21,7 @@ from numba.extending import register_jitable
 from checkrun_format import packing
 from checkrun_format.quantize import decoding, lanes, lines, stored, trials, vectors
 from checkrun_format.quantize.decoding import BLOCK, decode_rows, widen_rows
-from checkrun_format.quantize.lanes import LANES
+from checkrun_format.quantize.lanes import LANES, WIDTH
 from checkrun_format.quantize.stored import pack_rows, store, stored_biases, stored_scales
 from checkrun_format.quantize.trials import MOVING_BITS, NARROWEST, SHIFTS, risk
 from checkrun_format.quantize.vectors import (
@@ -296,17 +296,17 @@ def _normalize(flat, halves, brain, columns, starts, low, inverse, wide, values)
         for l in range(LANES):
             _singles(halves, starts[l], columns, brain, wide, l * columns)
             starts[l] = l * columns
-    for begin in range(0, LANES, ROWS):
+    for begin in range(0, LANES, WIDTH):
         part = values[begin * columns :]
         if halves.size:
             lanes_normalize(wide, starts[begin:], columns, low[begin:], inverse[begin:], part)
-        elif columns >= ROWS:
+        elif columns >= WIDTH:
             lanes_normalize(flat, starts[begin:], columns, low[begin:], inverse[begin:], part)
         else:
             for j in range(columns):
-                for l in range(ROWS):
+                for l in range(WIDTH):
                     n = begin + l
-                    part[j * ROWS + l] = F32(F32(flat[starts[n] + j] - low[n]) * inverse[n])
+                    part[j * WIDTH + l] = F32(F32(flat[starts[n] + j] - low[n]) * inverse[n])
 
 
 @register_jitable

@@ -1,9 +1,10 @@
-"""The searches of `refine` and `greedy` for sixteen rows at a time, rows as lanes of vectors; for `kernels`.
+"""The searches of `refine` and `greedy` for many rows at a time, rows as lanes of vectors; for `kernels`.
 
 Sums over the columns of a row must not be reordered, so it is rows that are computed side by side. numba would keep
 the sums of such loops in memory; written as vectors of LLVM they stay in registers, which is twice as fast and
-compiles several times faster. LLVM splits vectors that are wider than the machine's, on any machine. The formulas are
-those of `refine` and `greedy`, which explain them; what is fused there is fused here, and nothing else.
+compiles several times faster. Vectors have the width of the machine's, for which there are just enough registers; LLVM
+splits them where it has narrower ones. The formulas are those of `refine` and `greedy`, which explain them; what is
+fused there is fused here, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from checkrun_format.quantize.trials import COSINE, LEVEL, SHIFTS, SINE
-from checkrun_format.quantize.vectors import ROWS
 
-LANES = 2 * ROWS
+WIDTH = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+"""Elements of a vector."""
+
+LANES = 2 * WIDTH
 """Rows of a search: while one half waits for its sums, the other one adds."""
 
 _INDEX, _INT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
-_VECTOR, _HALF = ir.VectorType(_FLOAT, LANES), ir.VectorType(_FLOAT, ROWS)
+_VECTOR, _HALF = ir.VectorType(_FLOAT, LANES), ir.VectorType(_FLOAT, WIDTH)
 _UNDEFINED = ir.Constant(_VECTOR, ir.Undefined)
 
 
@@ -105,7 +109,7 @@ class _Variable:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Two times ROWS rows, each time column after column; and 2^bits - 1."""
+    """Two times WIDTH rows, each time column after column; and 2^bits - 1."""
 
     builder: Any
     data: Any
@@ -131,7 +135,8 @@ class _Rows:
 
     def codes(self, steps: _Vector) -> _Vector:
         """The nearest codes; 0 for NaN."""
-        return steps.at_least(0.0).at_most(self.top).called("rint")
+        zero = self.top - self.top  # of the constant, LLVM would make two operations in place of one
+        return steps.at_least(zero).at_most(self.top).called("rint")
 
     def _column(self, index: Any) -> _Vector:
         b = self.builder
@@ -150,14 +155,15 @@ class _Rows:
         return [total.get() for total in sums]
 
     def squared_error(self, origin: _Vector, width: _Vector) -> _Vector:
-        inverse, back = width.reciprocal(), self.constant(0.0) - width
+        inverse = width.reciprocal()
+        shift = self.constant(0.0) - origin * inverse
 
         def body(value: _Vector, sums: list[_Vector]) -> Sequence[_Vector]:
-            above = value - origin
-            error = self.codes(above * inverse).times_plus(back, above)
-            return [error.times_plus(error, sums[0])]
+            step = value.times_plus(inverse, shift)
+            rest = step - self.codes(step)
+            return [rest.times_plus(rest, sums[0])]
 
-        return self.fold(body, 1)[0]
+        return self.fold(body, 1)[0] * (width * width)
 
 
 @dataclass(slots=True)
@@ -317,9 +323,9 @@ def _given_error(rows: _Rows, options: Any) -> Sequence[_Vector]:
 
 @intrinsic
 def normalize(_: Any, flat: Any, starts: Any, columns: Any, low: Any, inverse: Any, values: Any) -> Any:
-    """ROWS rows of at least ROWS columns, each of which begins at its entry of `starts`: (x - low) * inverse.
+    """WIDTH rows of at least WIDTH columns, each of which begins at its entry of `starts`: (x - low) * inverse.
 
-    `values` receives column after column. The last ones are dealt with twice where ROWS does not divide their number.
+    `values` receives column after column. The last ones are dealt with twice where WIDTH does not divide their number.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -331,9 +337,9 @@ def normalize(_: Any, flat: Any, starts: Any, columns: Any, low: Any, inverse: A
 
         source, target = data(0), vectors(data(5))
         low_ends, inverses = (builder.load(vectors(data(index)), align=4) for index in (3, 4))
-        places = [builder.load(builder.gep(data(1), [ir.Constant(_INDEX, row)])) for row in range(ROWS)]
-        lanes = ir.Constant(_INDEX, ROWS)
-        blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, ROWS - 1)), lanes)
+        places = [builder.load(builder.gep(data(1), [ir.Constant(_INDEX, row)])) for row in range(WIDTH)]
+        lanes = ir.Constant(_INDEX, WIDTH)
+        blocks = builder.sdiv(builder.add(arguments[2], ir.Constant(_INDEX, WIDTH - 1)), lanes)
         last = builder.sub(arguments[2], lanes)
         with cgutils.for_range(builder, blocks) as loop:
             column = builder.mul(loop.index, lanes)
@@ -351,13 +357,13 @@ def normalize(_: Any, flat: Any, starts: Any, columns: Any, low: Any, inverse: A
 
 def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
     """Swap, for each bit of an index, what lies apart by it in rows and in lanes."""
-    distance = ROWS // 2
+    distance = WIDTH // 2
     while distance:
-        near = [n if not n & distance else ROWS + (n ^ distance) for n in range(ROWS)]
-        far = [n | distance if not n & distance else ROWS + n for n in range(ROWS)]
-        masks = [ir.Constant(ir.VectorType(_INT, ROWS), mask) for mask in (near, far)]
+        near = [n if not n & distance else WIDTH + (n ^ distance) for n in range(WIDTH)]
+        far = [n | distance if not n & distance else WIDTH + n for n in range(WIDTH)]
+        masks = [ir.Constant(ir.VectorType(_INT, WIDTH), mask) for mask in (near, far)]
         swapped = list(vectors)
-        for row in range(ROWS):
+        for row in range(WIDTH):
             if not row & distance:
                 pair = vectors[row], vectors[row | distance]
                 swapped[row] = builder.shuffle_vector(*pair, masks[0])

@@ -58,11 +58,12 @@ def squared_error(columns: F32, origin: Array, width: Array, top: np.float32) ->
     """The sum over the columns (c, n) of the squared errors (n,)."""
     total = np.zeros_like(width)
     inverse = np.reciprocal(width)
+    shift = 0 - origin * inverse
     for column in columns:
-        above = column - origin
-        error = fused(codes_of(above * inverse, top), -width, above)
-        total = fused(error, error, total)
-    return total
+        step = fused(column, inverse, shift)
+        rest = step - codes_of(step, top)
+        total = fused(rest, rest, total)
+    return total * (width * width)
 
 
 def codes_of(steps: F32, top: np.float32) -> F32:
