@@ -207,14 +207,21 @@ def _by_dtype(qparams: Array) -> tuple[Array, Array]:
 def nearest_codes(values: F32, qparams: Array, bits: int) -> U8:
     """The code whose value is nearest to each of `values` (n, columns): uint8 (n, columns).
 
-    Rows with scale 0 get codes 0. Where a value or its qparams are not finite, the code means nothing.
+    Rows with scale 0 get codes 0. Where a value or its qparams are not finite, or the scale has no reciprocal
+    (`is_invertible`), the code means nothing.
     """
     scale, bias = _widened(qparams)
     steps = values - bias[:, None]
-    steps /= np.where(scale == 0, np.float32(np.inf), scale)[:, None]
+    steps *= np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)[:, None]
     np.rint(steps, out=steps)
     np.clip(steps, 0, (1 << bits) - 1, out=steps)
     return steps.astype(np.uint8)
+
+
+def is_invertible(scale: F32) -> npt.NDArray[np.bool_]:
+    """Whether a scale is 0, or it and its reciprocal are normal float32 numbers."""
+    invertible: npt.NDArray[np.bool_] = (scale == 0) | ((scale >= 2.0**-126) & (scale <= 2.0**126))
+    return invertible
 
 
 def reach(low: F32, high: F32, qparams: Array, bits: int) -> F64:

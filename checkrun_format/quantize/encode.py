@@ -15,7 +15,7 @@ from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import U8, checked_bits, checked_columns, checked_out, pack, packed_width, row_pieces
 from checkrun_format.quantize import engine
-from checkrun_format.quantize.decode import F32, F64, reach
+from checkrun_format.quantize.decode import F32, F64, is_invertible, reach
 from checkrun_format.quantize.greedy import greedy, steps_of
 from checkrun_format.quantize.method import VERSION, Method, method
 from checkrun_format.quantize.minmax import minmax, symmetric
@@ -84,8 +84,9 @@ def encode(
 ) -> Quantized:
     """Quantize rows; those that codes cannot represent faithfully are kept exact (EXA-2).
 
-    Exact are rows with NaN or infinities, all of -0.0, whose decoded values might overflow (DEC-2), or that break the
-    encoder's bound. For every other row `minmax` keeps (DEC-5)::
+    Exact are rows with NaN or infinities, all of -0.0, whose decoded values might overflow (DEC-2), whose scale is
+    below 2^-126 (but not 0) or above 2^126, or that break the encoder's bound. For every other row `minmax` keeps
+    (DEC-5)::
 
         |decoded - original| <= 0.505 * (max - min) / (2^bits - 1) + 2^-20 * max(|min|, |max|)
 
@@ -343,11 +344,15 @@ def _encoded(rows: _Rows, job: _Job, qparams_dtype: str) -> tuple[U8, Array, Mas
 
 
 def _inexpressible(rows: _Rows, qparams: Array, job: _Job) -> Mask:
-    """Rows that must be exact whatever the encoder: not finite, all of -0.0 (EXA-2), overflow (DEC-2), DEC-3."""
+    """Rows that must be exact whatever the encoder: not finite, all of -0.0 (EXA-2), overflow (DEC-2), DEC-3.
+
+    And those of a scale that has no reciprocal.
+    """
     scale, bias = qparams.astype(np.float32).T
     top = scale * np.float32((1 << job.bits) - 1) + bias
     ends = np.stack([bias, top]).astype(dtypes.logical(job.dtype))
-    expressible = np.isfinite(rows.high - rows.low) & np.isfinite(ends).all(axis=0) & ~np.signbit(scale)
+    expressible = np.isfinite(rows.high - rows.low) & np.isfinite(ends).all(axis=0)
+    expressible &= is_invertible(scale) & ~np.signbit(scale)
     zero = (rows.low == 0) & (rows.high == 0)
     zero[zero] = np.signbit(rows.values[zero]).all(axis=1)
     unfit: Mask = ~expressible | zero
@@ -358,7 +363,7 @@ def _error_bounds(rows: _Rows, qparams: Array, job: _Job) -> F64:
     """An upper bound of |decoded - original| for each row that is not exact.
 
     With M the largest of its |values| and |bias|, and u = 2^-24, rounding moves a float64 value by u M, the search for
-    its code by 4 u M, the product by 2 u M and the sum by u M: 2^-20 M covers them. Without a scale only the first
+    its code by 6 u M, the product by 2 u M and the sum by u M: 2^-20 M covers them. Without a scale only the first
     occurs. The cast of the decoded value to 16 bits moves it no further than back to the original. Only torch's codes
     at 8 bits are not the nearest.
     """

@@ -339,11 +339,12 @@ def _compare(flat, halves, brain, columns, top, low, inverse, scale, bias, new_s
 
 @register_jitable
 def _inexpressible(low, high, negative, scale, bias, top, limit, exact):
-    """Rows that must be exact whatever the encoder (EXA-2, DEC-2, DEC-3)."""
+    """Rows that must be exact whatever the encoder (EXA-2, DEC-2, DEC-3, `is_invertible`)."""
     for r in range(exact.size):
         end = F32(F32(scale[r] * top) + bias[r])
         fits = abs(F32(high[r] - low[r])) < F32(np.inf)
         fits &= (abs(bias[r]) < limit) & (abs(end) < limit)
+        fits &= (scale[r] == 0) | ((scale[r] >= F32(2.0**-126)) & (scale[r] <= F32(2.0**126)))
         exact[r] |= U8((not fits) | (negative[r] != 0))
 
 
@@ -359,7 +360,7 @@ def _bound(low, high, scale, bias, top, cast, exact):
         bound = _reach(F64(low[r]), F64(high[r]), s, b, top) * (1 + unit)
         bound += unit * max(largest, abs(b)) if (s > 0) | (wide > 0) else 0.0
         bound += wide
-        bound += min(bound, relative * (largest + bound) + absolute)
+        bound += min(bound, relative * (largest + bound) + absolute) if absolute > 0 else 0.0
         bounds[r] = 0.0 if exact[r] else bound
     largest_bits = np.int64(0)
     ordered = bounds.view(np.int64)  # of numbers from 0 on, the bits have the same order
@@ -371,7 +372,7 @@ def _bound(low, high, scale, bias, top, cast, exact):
 
 @register_jitable
 def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
-    """The codes of rows from `first` on, as many as there are scales."""
+    """The codes of rows from `first` on, as many as there are scales, by their reciprocals."""
     if columns >= ROWS:
         for r in range(scale.size):
             begin = (first + r) * columns
@@ -387,7 +388,7 @@ def _codes(flat, halves, brain, first, columns, scale, bias, top, out, stride):
         line = out[r * stride : r * stride + columns]
         s, b = scale[r], bias[r]
         for j in range(columns):
-            t = F32(F32(row[j] - b) / s)
+            t = F32(F32(row[j] - b) * s)
             t = t if t > F32(0) else F32(0)
             t = t if t < top else top
             line[j] = U8(I32(np.rint(t)))

@@ -63,7 +63,8 @@ def squared_error(columns: F32, origin: Array, width: Array, top: np.float32) ->
         step = fused(column, inverse, shift)
         rest = step - codes_of(step, top)
         total = fused(rest, rest, total)
-    return total * (width * width)
+    squared: F32 = total * (width * width)
+    return squared
 
 
 def codes_of(steps: F32, top: np.float32) -> F32:

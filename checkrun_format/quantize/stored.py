@@ -54,32 +54,33 @@ def _to_halves(values, out):
 
 @register_jitable
 def store(scale, bias, exact, halves, singles):
-    """Store pairs of scale and bias, NaN in exact rows; what is left of them gives codes 0 there, and at scale 0."""
+    """Store pairs of scale and bias, NaN in exact rows.
+
+    Of the scales their reciprocals are left; what is left of both gives codes 0 in exact rows, and at scale 0.
+    """
     if halves.size:
+        low, high = scale.view(I32), bias.view(I32)
         for r in range(exact.size):
-            halves[r] = U32(0x7E007E00) if exact[r] else U32(0)
-        _add_halves(scale, exact, halves, U32(0))
-        _add_halves(bias, exact, halves, U32(16))
+            pair = U32(_half_bits(low[r], scale[r]) | U32(_half_bits(high[r], bias[r]) << U32(16)))
+            halves[r] = U32(0x7E007E00) if exact[r] else pair
     else:
-        low, high = scale.view(U32), bias.view(U32)
+        ones, others = scale.view(U32), bias.view(U32)
         for r in range(exact.size):
-            pair = U64(low[r]) | (U64(high[r]) << U64(32))
+            pair = U64(ones[r]) | (U64(others[r]) << U64(32))
             singles[r] = U64(0x7FC000007FC00000) if exact[r] else pair
     for r in range(exact.size):
         bias[r] = F32(0) if exact[r] else bias[r]
-        scale[r] = F32(np.inf) if (exact[r] != 0) | (scale[r] == 0) else scale[r]
+        inverse = F32(F32(1) / scale[r])
+        scale[r] = F32(0) if (exact[r] != 0) | (scale[r] == 0) else inverse
 
 
 @register_jitable
-def _add_halves(values, exact, pairs, shift):
-    """The bits of float32 values that are float16."""
-    bits = values.view(U32)
-    for r in range(exact.size):
-        m = U32(bits[r] & U32(0x7FFFFFFF))
-        small = U32(I32(F32(abs(values[r]) * F32(16777216))))
-        h = small if m < U32(0x38800000) else U32(U32(m >> U32(13)) - U32(112 << 10))
-        h = U32(h | U32(U32(bits[r] >> U32(16)) & U32(0x8000)))
-        pairs[r] = U32(pairs[r] | (U32(0) if exact[r] else U32(h << shift)))
+def _half_bits(bits, value):
+    """The bits of a float32 value that is a float16."""
+    m = I32(bits & I32(0x7FFFFFFF))
+    small = I32(F32(abs(value) * F32(16777216)))
+    h = small if m < I32(0x38800000) else I32(I32(m >> I32(13)) - I32(112 << 10))
+    return U32(I32(h | I32(I32(bits >> I32(16)) & I32(0x8000))))
 
 
 @register_jitable

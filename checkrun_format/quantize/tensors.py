@@ -179,7 +179,7 @@ def _encoded(given: Tensor, bits: int, chosen: Method, *, half: bool) -> tuple[T
         scale, bias = _searched(values, (low, high), (scale, bias), bits, chosen, half=half)
     exact = exact | _inexpressible(values, (low, high), (scale, bias), levels, given.dtype)
     bound = _bound(low, high, scale, bias, levels, given.dtype)[~exact]
-    codes = (values - bias[:, None]) / torch.where(scale == 0, torch.inf, scale)[:, None]
+    codes = (values - bias[:, None]) * torch.where(scale == 0, 0.0, scale.reciprocal())[:, None]
     codes = codes.round().clamp(0, levels)
     codes[exact] = 0
     pairs = torch.stack([scale, bias], 1)
@@ -223,7 +223,8 @@ def _inexpressible(
     fits = torch.isfinite(high - low) & torch.isfinite(bias.to(dtype)) & torch.isfinite(top.to(dtype))
     zeros = (low == 0) & (high == 0)
     negative = zeros & torch.signbit(values).all(1)
-    return ~fits | torch.signbit(scale) | negative
+    invertible = (scale == 0) | ((scale >= 2.0**-126) & (scale <= 2.0**126))
+    return ~fits | ~invertible | torch.signbit(scale) | negative
 
 
 def _bound(low: Tensor, high: Tensor, scale: Tensor, bias: Tensor, levels: int, dtype: torch.dtype) -> Tensor:

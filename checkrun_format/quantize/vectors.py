@@ -68,10 +68,10 @@ def _spread(builder: Any, scalar: Any) -> Any:
 
 
 def _code(builder: Any, values: Any, numbers: Sequence[Any]) -> Any:
-    """The nearest code to each value, by scale, bias and 2^bits - 1; 0 for NaN."""
-    scale, bias, top = numbers
-    zero = ir.Constant(_SINGLES, [0.0] * ROWS)
-    steps = builder.fdiv(builder.fsub(values, bias), scale)
+    """The nearest code to each value, by the reciprocal of the scale, bias and 2^bits - 1; 0 for NaN."""
+    inverse, bias, top = numbers
+    zero = builder.fsub(top, top)  # of the constant, LLVM would make two operations in place of one
+    steps = builder.fmul(builder.fsub(values, bias), inverse)
     steps = builder.select(builder.fcmp_ordered(">", steps, zero), steps, zero)
     steps = builder.select(builder.fcmp_ordered("<", steps, top), steps, top)
     kind = ir.FunctionType(_SINGLES, [_SINGLES])

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from checkrun_format import quantize
 from checkrun_format.errors import InvalidInputError
@@ -309,8 +310,28 @@ class TestMinmax:
         q = encode(values, bits, qparams_dtype="float32")
         scale = q.qparams[~np.isnan(q.qparams[:, 0]), :1]
         codes = np.arange(1 << bits, dtype=F32)
-        assert len(scale) > 450
+        assert len(scale) > 400
         assert np.array_equal((codes * scale).astype(np.float64), codes.astype(np.float64) * scale.astype(np.float64))
+
+    @pytest.mark.parametrize("rows", [2, 5000])
+    @pytest.mark.parametrize("encoder", ["minmax", "symmetric", "refine"])
+    def test_rows_whose_scale_has_no_normal_reciprocal_are_exact(self, rows: int, encoder: str) -> None:
+        """In numpy, compiled, and in torch; also where the processor is told to take numbers below 2^-126 for 0."""
+        codes = np.arange(16) % 3 - 1 if encoder == "symmetric" else np.arange(16) % 4 - 1.5
+        scales = 2.0 ** np.array([-127, -126, 0, 126, 126.25])
+        values = np.tile((codes * scales[:, None]).astype(F32), (rows, 1))
+        try:
+            for flush in (False, True):
+                expected = [n for n in range(5 * rows) if n % 5 == 4 or (n % 5 == 0 and not flush)]
+                for given in (values, torch.from_numpy(values)):
+                    torch.set_flush_denormal(flush)
+                    q = quantize.encode(given, 2, encoder, "float32")
+                    torch.set_flush_denormal(False)
+                    exact = q.exact_index[(q.exact_index % 5 != 0) | (not flush)]  # some threads may not be told
+                    assert exact.tolist() == expected
+                    assert bits_of(decode(q)[expected]) == bits_of(values[expected])
+        finally:
+            torch.set_flush_denormal(False)
 
     def test_qparams_widen_at_more_than_one_exact_row_in_a_hundred(self) -> None:
         values = weights(200, 8)
