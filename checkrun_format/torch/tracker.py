@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from checkrun_format.errors import InvalidInputError, TrackingWarning
 from checkrun_format.torch.gradients import LookedUp, gradient_rows, is_cheap, reached
@@ -77,13 +78,12 @@ class TouchedRows:
         self.whole = self.always
         self.by_gradient = False
         self.looked_up = LookedUp(found.parameter)
-        self.bitmap = torch.zeros(len(found.parameter), dtype=torch.uint8, device=found.parameter.device)
         self._states = states
         self._number = _OLDEST + 1
-        self._current = torch.tensor(self._number, dtype=torch.uint8, device=self.bitmap.device)
+        self._hold(torch.zeros(len(found.parameter), dtype=torch.uint8, device=found.parameter.device))
         self._noted: tuple[torch.Tensor, int] | None = None
         self._steps = 0
-        self._seen: tuple[Any, ...] = ()
+        self._seen: tuple[list[int], list[tuple[int, int]]] = ([], [])
         self._storages: list[StorageWeakRef] = []
         self.forget()
 
@@ -94,15 +94,11 @@ class TouchedRows:
         self._follow()
         if rows.is_nested:
             rows = rows.values()
-        rows = rows.reshape(-1)
-        if rows.device != self.bitmap.device:  # of a replica
-            rows = rows.to(self.bitmap.device)
-        if type(rows) is torch.Tensor and rows.device.type == "cpu" and not is_compiling():
-            # It takes less than half of what torch takes. (`rows.numpy()` would have torch never resize them again.)
-            self.bitmap.numpy()[np.from_dlpack(rows)] = self._number
+        if not is_compiling() and self._host is not None and type(rows) is torch.Tensor and rows.is_cpu:
+            self._host[np.from_dlpack(_Exported(rows))] = self._number
             self._noted = None if rows.is_inference() else (rows, rows._version)  # noqa: SLF001 - the only way
         else:
-            self.bitmap[rows] = self._current
+            self.bitmap[rows.reshape(-1).to(self.bitmap.device)] = self._current  # the rows may be of a replica
 
     def mark(self, rows: torch.Tensor) -> None:
         """Note that rows changed, or will with the next step of an optimizer, if there is one.
@@ -149,7 +145,7 @@ class TouchedRows:
         if self._number > _LAST:
             self.bitmap.clamp_(max=_OLDEST)
             self._number = _OLDEST + 1
-        self._current.fill_(self._number)
+        self._set_current(self._number)
         self.see()
 
     def _is_looked_through(self) -> bool:
@@ -163,9 +159,9 @@ class TouchedRows:
         if gradient is None or self.whole is not None:  # then the next snapshot takes all
             return
         if gradient.layout == torch.sparse_coo:
-            rows = gradient._indices()[0]  # noqa: SLF001 - of an uncoalesced one, too
-            if not self._has_noted(rows):
-                self.touch(rows)
+            indices = gradient._indices()  # noqa: SLF001 - of an uncoalesced one, too
+            if not self._has_noted(indices):
+                self.touch(indices[0])
         else:
             self._follow()
             self.bitmap.masked_fill_(reached(gradient), self._current)
@@ -175,8 +171,14 @@ class TouchedRows:
         if self._noted is None:
             return False
         rows, version = self._noted  # it is held, so that nothing else can be where it is
-        same = (reached.data_ptr(), reached.numel(), reached.stride()) == (rows.data_ptr(), rows.numel(), rows.stride())
-        return same and reached.dtype == rows.dtype and rows._version == version  # noqa: SLF001
+        return (
+            reached.data_ptr() == rows.data_ptr()
+            and reached.numel() == rows.numel()
+            and reached.dtype == rows.dtype
+            and rows._version == version  # noqa: SLF001
+            and reached.is_contiguous()
+            and rows.is_contiguous()
+        )
 
     def _audit(self, reached: torch.Tensor) -> None:
         """Look whether gradients reached rows that no hook saw."""
@@ -195,17 +197,19 @@ class TouchedRows:
 
     # Writes that no hook sees -----------------------------------------------------------------------------------------
 
-    def _versions(self) -> tuple[Any, ...]:
-        """What becomes another with each write to the table or its state; not in place through `.data` or numpy."""
-        return tuple(
-            (id(t) if s is None else s._cdata, 0 if s is None else t.data_ptr(), -1 if t.is_inference() else t._version)  # noqa: SLF001 - the only way
-            for t, s in self._stores()
-        )
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        """The table and its state."""
+        return self.parameter, *self._states(self.parameter)
 
-    def _stores(self) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage | None]]:
-        """The table and its state, and the memory of each; sparse state has several."""
-        for tensor in (self.parameter, *self._states(self.parameter)):
-            yield tensor, tensor.untyped_storage() if tensor.layout == torch.strided else None
+    def _versions(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """Which memory each is in; what becomes another with each write, but in place through `.data` or numpy."""
+        memories, writes = [], []
+        for tensor in self._tensors():
+            is_strided = tensor.layout == torch.strided  # sparse ones are in several memories
+            memories.append(tensor.untyped_storage()._cdata if is_strided else id(tensor))  # noqa: SLF001 - the only way
+            version = -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - the only way
+            writes.append((tensor.data_ptr() if is_strided else 0, version))
+        return memories, writes
 
     def look(self) -> None:
         """Look whether something was written past the optimizers since the last look."""
@@ -216,8 +220,9 @@ class TouchedRows:
     def see(self) -> None:
         """All that was written so far is accounted for."""
         versions = self._versions()
-        if [v[0] for v in versions] != [v[0] for v in self._seen]:  # held weakly, no address comes back in another use
-            self._storages = [StorageWeakRef(s) for _, s in self._stores() if s is not None]  # type: ignore[no-untyped-call]
+        if versions[0] != self._seen[0]:  # held weakly, no address comes back in another use
+            strided = [tensor for tensor in self._tensors() if tensor.layout == torch.strided]
+            self._storages = [StorageWeakRef(t.untyped_storage()) for t in strided]  # type: ignore[no-untyped-call]
         self._seen = versions
 
     @property
@@ -270,14 +275,36 @@ class TouchedRows:
     def _follow(self) -> None:
         """Follow the table to another device, or to another number of rows."""
         if self.bitmap.device != self.parameter.device:
-            self.bitmap = self.bitmap.to(self.parameter.device)
-            self._current = self._current.to(self.parameter.device)
+            self._hold(self.bitmap.to(self.parameter.device))
         if self.bitmap.shape[0] != self.parameter.shape[0]:  # in each lookup; `len` takes four times as long
             bitmap = self.bitmap.new_zeros(len(self.parameter))
             both = min(len(bitmap), len(self.bitmap))
             bitmap[:both] = self.bitmap[:both]
-            self.bitmap = bitmap
+            self._hold(bitmap)
             self.mark_all("it has another number of rows")
+
+    def _hold(self, bitmap: torch.Tensor) -> None:
+        """Have the records here; on the CPU numpy writes them, which takes less than half of what torch takes."""
+        self.bitmap = bitmap
+        self._host = bitmap.numpy() if bitmap.is_cpu else None
+        self._current = torch.tensor(self._number, dtype=torch.uint8, device=bitmap.device)
+        self._set_current: Callable[[int], Any] = self._current.numpy().fill if bitmap.is_cpu else self._current.fill_
+
+
+class _Exported:
+    """A tensor on the CPU, for `np.from_dlpack`, which takes several times as long with the tensor itself.
+
+    Torch may resize the tensor again, unlike after `tensor.numpy()`.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # kDLCPU
 
 
 def _nonzero(bitmap: torch.Tensor) -> torch.Tensor:

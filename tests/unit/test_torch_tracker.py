@@ -99,6 +99,30 @@ class TestLookups:
         assert taken(tracker) == [3, 7, 49]
         assert taken(tracker) == []
 
+    @pytest.mark.parametrize("sparse", [False, True])
+    def test_rows_of_any_shape_and_order_in_memory(self, sparse: bool) -> None:
+        model = embedding(sparse=sparse)
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        grid = torch.arange(6).reshape(2, 3)
+        for rows, noted in [
+            (grid.T, [0, 1, 2, 3, 4, 5]),
+            (grid[:, ::2], [0, 2, 3, 5]),
+            (grid[0, :1].expand(2, 2), [0]),
+            (torch.tensor(7), [7]),
+            (grid[:, :0], []),
+        ]:
+            train(model, optimizer, rows)
+            optimizer.zero_grad()
+            assert taken(tracker) == noted
+
+    def test_a_gradient_that_is_sparse_in_its_columns_too(self) -> None:
+        model = embedding()
+        tracker, optimizer = tracker_of(model), SGD(model.parameters(), lr=0.1)
+        model.weight.grad = torch.sparse_coo_tensor(torch.tensor([[5, 9], [1, 3]]), torch.ones(2), (ROWS, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert taken(tracker) == [5, 9]
+
     def test_what_it_reads_may_be_resized(self) -> None:
         """As torch does where it adds sparse gradients up."""
         model = embedding(sparse=True)
