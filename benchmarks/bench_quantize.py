@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from unittest import mock
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else torch's threads spin and take the second core
 
+import measure
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -236,8 +236,8 @@ def table(head: list[str], body: list[list[str]]) -> str:
 def report(found: dict[str, Any]) -> str:
     """The results as tables."""
     machine = found["machine"]
-    text = f"{machine['cpu']}, {machine['threads']} threads, Python {machine['python']}, numpy {machine['numpy']}, "
-    text += f"load average before {machine['load']:.1f}\n\n"
+    text = f"{machine['date']}, {machine['threads']} threads, {machine['cpu']}, Python {machine['python']}, "
+    text += f"numpy {machine['packages']['numpy']}, load average before {machine['load']:.1f}\n\n"
     text += "GB/s of float32 in or out, and relative to memcpy on the same threads in the same rounds:\n\n"
     names = [name for name in next(iter(found["speeds"].values())) if name != "memcpy"]
     body = [
@@ -340,26 +340,13 @@ def real_table(address: str, count: int, seed: int) -> Array:
     return np.ascontiguousarray(values[chosen], np.float32)
 
 
-def processor() -> str:
-    """What the processor is called."""
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
-
-
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """All results."""
     quick, seed = options.quick, options.seed
     rounds, megabytes = (3, 32) if quick else (9, 128)
     dims = (16, 64, 200) if quick else (16, 24, 48, 64, 96, 128, 200)
     found: dict[str, Any] = {
-        "machine": {
-            "cpu": processor(),
-            "threads": engine.threads(),
-            "load": os.getloadavg()[0],
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        "machine": measure.machine(["numpy"]) | {"threads": engine.threads(), "load": os.getloadavg()[0]},
         "speeds": {str(columns): speeds(columns, megabytes, rounds, seed) for columns in dims},
         "dtypes": dtype_speeds(megabytes, rounds, seed),
         "peers": peers(megabytes, 3, seed, engine.threads()),

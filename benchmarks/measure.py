@@ -98,8 +98,12 @@ def machine(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    """With the widest vectors that it has: by them, more than by its name, computing is faster or slower."""
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    known = {name.strip(): value.strip() for name, _, value in lines}
+    flags = known.get("flags", "").split()
+    vectors = [told for flag, told in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags]
+    return " with ".join([known.get("model name", "unknown"), *vectors[:1]])
 
 
 def medians(costs: Sequence[Mapping[str, float]]) -> dict[str, float]:

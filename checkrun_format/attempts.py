@@ -55,18 +55,21 @@ class Attempts:
         Commit, what was decided, Content
             Of the attempt that was committed.
         """
-        while True:
+
+        def stage() -> tuple[Claim, bytes, _T, Content]:
             claim = Claim.of(self._ledger.head + 1)
             try:
-                with self.losing(claim):
-                    decided = decide()
-                    group_bytes = open_attempt(self._store, claim)
-                    part_lists, content = write(claim, decided)
-                    check_ground(self._store, content.parent)
-                    document = seal(self._store, claim, content, part_lists, group_bytes)
+                decided = decide()
+                group_bytes = open_attempt(self._store, claim)
+                part_lists, content = write(claim, decided)
+                check_ground(self._store, content.parent)
+                return claim, seal(self._store, claim, content, part_lists, group_bytes), decided, content
             except BaseException:
                 self._discard(claim)
                 raise
+
+        while True:
+            claim, document, decided, content = self.as_known(stage)
             self._ledger.attempts[claim.attempt] = is_save
             try:
                 return commit(self._store, claim, document), decided, content

@@ -1248,6 +1248,26 @@ class TestFailedSaves:
         assert [c.step for c in story.run.log()] == [1, 2, 3]
         story.check()
 
+    @pytest.mark.parametrize("what", ["compact", "take_over", "save"])
+    def test_what_it_went_on_from_is_pruned_after_an_attempt_has_landed(self, tmp_path: Path, what: str) -> None:
+        """HEA-3: then, too, the writer goes on from its own attempt."""
+        store, story = self.base(tmp_path)
+        self.land(store, story.run.compact)
+        story.tell(crf.open_run(tmp_path)[2], {"t": {"weight": self.VALUES}})
+        other = crf.open_run(tmp_path, "a", durable=False)
+        other.prune(other.plan_prune(crf.Keep(last=1)))
+        assert [checkpoint.sequence for checkpoint in crf.open_run(tmp_path).log()] == [2]
+        values = self.VALUES
+        if what == "save":
+            values = changed_at(values, [1], 1)
+            made = story.save({"t": Table({"weight": values}, changed=[1])})
+        else:
+            made = getattr(story.run, what)()
+            story.tell(made, {"t": {"weight": values}})
+        assert (made.sequence, made.commit.predecessor) == (3, 2)
+        assert made.parent == (2 if what == "take_over" else None)
+        assert bits_of(crf.open_run(tmp_path).latest().table("t").read()["weight"]) == bits_of(values)
+
     def test_after_a_restore_what_landed_is_no_origin(self, tmp_path: Path) -> None:
         """HEA-2: the trainer's state stems from the checkpoint that it restored."""
         store, story = self.base(tmp_path)
