@@ -113,7 +113,10 @@ def dtype_speeds(megabytes: int, rounds: int, seed: int) -> dict[str, float]:
 
 
 def peers(megabytes: int, rounds: int, seed: int, threads: int) -> dict[str, float]:
-    """GB/s of float32 at 64 columns: the compiled kernels, the numpy reference, torch's operators."""
+    """GB/s of float32 at 64 columns: the compiled kernels, the numpy reference, torch's operators.
+
+    What would take minutes is given fewer rows.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -138,7 +141,7 @@ def peers(megabytes: int, rounds: int, seed: int, threads: int) -> dict[str, flo
         name = f"greedy {bits} bits, {bins} bins, ratio {ratio}"
         operator = getattr(operators, f"embedding_bag_{bits}bit_prepack")
         method = Method("greedy", bins, ratio)
-        jobs[name] = (few, lambda b=bits, m=method: encode(few, b, m))  # type: ignore[misc]
+        jobs[name] = (values, lambda b=bits, m=method: encode(values, b, m))  # type: ignore[misc]
         jobs[f"torch {name[7:]}"] = (some, lambda o=operator, n=bins, r=ratio: o(some, True, n, r))  # type: ignore[misc] # noqa: FBT003
     seconds = medians({name: job for name, (_, job) in jobs.items()}, rounds)
     return {name: v.nbytes / seconds[name] / 1e9 for name, (v, _) in jobs.items()}
@@ -362,7 +365,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     for name, values in given.items():
         found["eight"][name] = eight_bits(values, 3)
         for bits in WIDTHS:
-            found["curves"][f"{name} {bits}"] = curve(values, bits, 3, BINS[2:5] if quick else BINS)
+            found["curves"][f"{name} {bits}"] = curve(values, bits, 5, BINS[2:5] if quick else BINS)
     return found
 
 

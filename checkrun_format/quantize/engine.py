@@ -81,6 +81,9 @@ def _load() -> ModuleType | None:
 def spread(task: Callable[[slice], T], rows: int, columns: int) -> list[T]:
     """`task` of slices that cut `rows` rows of `columns` elements, on several threads; the results in order."""
     step = max(1, _TASK_ELEMENTS // (columns + 16))
+    if rows > step:  # as many for each thread, or some would wait for the others
+        whole_rounds = step * threads()
+        step = -(-rows // (-(-rows // whole_rounds) * threads()))
     return each(task, [slice(start, min(start + step, rows)) for start in range(0, rows, step)])
 
 
