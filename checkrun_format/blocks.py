@@ -53,6 +53,12 @@ class FieldPlan:
         """Bytes of one row before encoding."""
         return dtypes.logical(self.dtype).itemsize * (self.columns or 1)
 
+    def having(self, **changed: Any) -> FieldPlan:
+        """The plan with these attributes; mostly it has them already, and a model has thousands."""
+        return (
+            self if all(getattr(self, name) == value for name, value in changed.items()) else replace(self, **changed)
+        )
+
     def layout(self, qparams: str | None = None) -> FieldLayout:
         """The arrays that come of it; `qparams` is the dtype that the encoder chose."""
         return FieldLayout(

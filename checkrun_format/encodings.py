@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from checkrun_format import quantize
 from checkrun_format.alike import encoded_alike
@@ -148,7 +147,7 @@ class Encodings:
             chosen = self._ledger.as_before(entry.name, plans[entry.name])
             if entry.storage == "full":
                 told = {f.name: f.encoder or {} for f in entry.fields}
-                chosen = [replace(f, qparams=told[f.name].get("qparams")) for f in plans[entry.name]]
+                chosen = [f.having(qparams=told[f.name].get("qparams")) for f in plans[entry.name]]
                 if any(f.bits is not None and f.qparams is None for f in chosen):
                     continue
             if chosen is not None:

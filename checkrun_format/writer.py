@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -244,7 +243,7 @@ class Writer:
             self._put_large(part)
             return
         plans = part.plans if part.count else ()
-        key = (part.rows is not None and part.count > 0, *(dataclasses.replace(plan, start=0) for plan in plans))
+        key = (part.rows is not None and part.count > 0, *(plan.having(start=0) for plan in plans))
         pool = self._pools.setdefault(key, Pool(plans=plans))
         if part.count:
             values = {name: dlpack.copied(array) for name, array in part.fetch(0, part.count).items()}
