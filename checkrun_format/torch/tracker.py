@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import _is_functional_tensor, nn
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -94,7 +94,8 @@ class TouchedRows:
         self._follow()
         if rows.is_nested:
             rows = rows.values()
-        if not is_compiling() and self._host is not None and rows.is_cpu and _has_memory(rows):
+        plain = not is_compiling() and type(rows) is torch.Tensor and rows.is_cpu
+        if plain and self._host is not None and not _is_functional_tensor(rows):  # torch would export what is no memory
             self._host[np.from_dlpack(_Exported(rows))] = self._number
             self._noted = None if rows.is_inference() else (rows, rows._version)  # noqa: SLF001 - the only way
         else:
@@ -289,11 +290,6 @@ class TouchedRows:
         self._host = bitmap.numpy() if bitmap.is_cpu else None
         self._current = torch.tensor(self._number, dtype=torch.uint8, device=bitmap.device)
         self._set_current: Callable[[int], Any] = self._current.numpy().fill if bitmap.is_cpu else self._current.fill_
-
-
-def _has_memory(rows: torch.Tensor) -> bool:
-    """Whether numbers can be read from its memory; where they cannot, torch does not always refuse to export it."""
-    return type(rows) is torch.Tensor and not torch._is_functional_tensor(rows)  # noqa: SLF001 - the only way
 
 
 class _Exported:
