@@ -232,7 +232,7 @@ class Writer:
         self._objects.wait()
 
     def put_part(self, part: PartSource) -> None:
-        """Store one part; small ones wait in a pool until there is a chunk's worth, or `finish`.
+        """Store one part; small ones wait in pools, so many bytes of them, or until `finish`.
 
         The arrays that the part's `fetch` gives are read until `wait` or `finish`.
         """

@@ -25,7 +25,7 @@ COMPILED_FROM = 1 << 16
 """Elements from which on it pays to load the compiled kernels, if nothing has loaded them yet."""
 
 _TASK_ELEMENTS = 1 << 19
-"""Elements of one task: 2 MiB of float32."""
+"""Most elements of one task, unless one row has more: 2 MiB of float32."""
 
 _own = threading.local()
 _threads: int | None = None
@@ -82,8 +82,9 @@ def spread(task: Callable[[slice], T], rows: int, columns: int) -> list[T]:
     """`task` of slices that cut `rows` rows of `columns` elements, on several threads; the results in order."""
     step = max(1, _TASK_ELEMENTS // (columns + 16))
     if rows > step:  # as many for each thread, or some would wait for the others
-        whole_rounds = step * threads()
-        step = -(-rows // (-(-rows // whole_rounds) * threads()))
+        count = threads()
+        rounds = -(-rows // (step * count))
+        step = -(-rows // (rounds * count))
     return each(task, [slice(start, min(start + step, rows)) for start in range(0, rows, step)])
 
 

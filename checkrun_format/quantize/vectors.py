@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 ROWS = 16
-"""Elements of a vector, the widest of today's machines; for `lanes`, rows whose columns lie side by side."""
+"""Elements of a vector, the widest of today's machines."""
 
 _INDEX, _INT = ir.IntType(64), ir.IntType(32)
 _SINGLES = ir.VectorType(ir.FloatType(), ROWS)

@@ -190,4 +190,4 @@ class FusedRows(TouchedRows):
 
     def _follow(self) -> None:
         """Stay with the kernel's records."""
-        self.bitmap = self._kernel.rows_of(self._place)
+        self._hold(self._kernel.rows_of(self._place))

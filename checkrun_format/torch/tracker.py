@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import _is_functional_tensor, nn
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -94,7 +94,8 @@ class TouchedRows:
         self._follow()
         if rows.is_nested:
             rows = rows.values()
-        if not is_compiling() and self._host is not None and type(rows) is torch.Tensor and rows.is_cpu:
+        plain = not is_compiling() and type(rows) is torch.Tensor and rows.is_cpu
+        if plain and self._host is not None and not _is_functional_tensor(rows):  # torch would export what is no memory
             self._host[np.from_dlpack(_Exported(rows))] = self._number
             self._noted = None if rows.is_inference() else (rows, rows._version)  # noqa: SLF001 - the only way
         else:

@@ -391,6 +391,27 @@ class TestRun:
 
 
 class TestEngine:
+    @pytest.mark.parametrize(
+        ("threads", "rows", "sizes"),
+        [
+            (1, 6553, [6553]),
+            (1, 6554, [3277] * 2),
+            (2, 6554, [3277] * 2),
+            (3, 20_000, [3334] * 5 + [3330]),
+            (4, 0, []),
+        ],
+    )
+    def test_as_many_pieces_as_threads_take_alike(self, threads: int, rows: int, sizes: list[int]) -> None:
+        crf.set_threads(threads)
+        try:
+            pieces = engine.spread(lambda piece: piece, rows, 64)
+            wide = engine.spread(lambda piece: piece, 3, 1 << 20)
+        finally:
+            crf.set_threads(None)
+        assert [piece.stop - piece.start for piece in pieces] == sizes
+        assert [piece.start for piece in pieces] == [sum(sizes[:n]) for n in range(len(sizes))]
+        assert wide == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
     def test_threads(self) -> None:
         values, before = rows("normal", 20_000, 64), engine.threads()
         whole = encode(values, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,6 +178,13 @@ def test_optimizers_that_move_other_rows() -> None:
         taken = record.changed()
         assert taken.whole == "madgrad of FBGEMM is not known to leave rows without gradient as they are"
         record.clear(taken)
+
+
+def test_the_bitmap_is_there_once(tables: Tables) -> None:
+    """A shard's records are the kernel's: none of its own stay beside them."""
+    for table in tables.records:
+        assert table._host is not None
+        assert np.shares_memory(table._host, table.bitmap.numpy())
 
 
 def test_a_copy_of_the_module_notes_nothing(tables: Tables) -> None:

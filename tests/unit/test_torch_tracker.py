@@ -574,6 +574,9 @@ class TestWholeTables:
         each = torch.func.vmap(torch.func.grad(loss), (None, 0))(given, ids(3, 4)[:, None])["weight"]
         assert each.sum(2).nonzero().tolist() == [[0, 3], [1, 4]]
         assert taken(tracker) == reason
+        rows = torch.func.functionalize(model)(ids(6))
+        assert torch.equal(rows, model.weight[6:7])
+        assert taken(tracker) == reason
         model(ids(5))
         assert taken(tracker) == [5]
 
