@@ -351,7 +351,7 @@ def _inexpressible(rows: _Rows, qparams: Array, job: _Job) -> Mask:
     scale, bias = qparams.astype(np.float32).T
     top = scale * np.float32((1 << job.bits) - 1) + bias
     ends = np.stack([bias, top]).astype(dtypes.logical(job.dtype))
-    expressible = np.isfinite(rows.high - rows.low) & np.isfinite(ends).all(axis=0)
+    expressible = np.isfinite(rows.high - np.minimum(rows.low, bias)) & np.isfinite(ends).all(axis=0)
     expressible &= is_invertible(scale) & ~np.signbit(scale)
     zero = (rows.low == 0) & (rows.high == 0)
     zero[zero] = np.signbit(rows.values[zero]).all(axis=1)

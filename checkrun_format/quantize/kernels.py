@@ -342,7 +342,7 @@ def _inexpressible(low, high, negative, scale, bias, top, limit, exact):
     """Rows that must be exact whatever the encoder (EXA-2, DEC-2, DEC-3, `is_invertible`)."""
     for r in range(exact.size):
         end = F32(F32(scale[r] * top) + bias[r])
-        fits = abs(F32(high[r] - low[r])) < F32(np.inf)
+        fits = abs(F32(high[r] - min(low[r], bias[r]))) < F32(np.inf)
         fits &= (abs(bias[r]) < limit) & (abs(end) < limit)
         fits &= (scale[r] == 0) | ((scale[r] >= F32(2.0**-126)) & (scale[r] <= F32(2.0**126)))
         exact[r] |= U8((not fits) | (negative[r] != 0))

@@ -220,7 +220,9 @@ def _inexpressible(
 ) -> Tensor:
     (low, high), (scale, bias) = ends, pair
     top = scale * levels + bias
-    fits = torch.isfinite(high - low) & torch.isfinite(bias.to(dtype)) & torch.isfinite(top.to(dtype))
+    fits = (
+        torch.isfinite(high - torch.minimum(low, bias)) & torch.isfinite(bias.to(dtype)) & torch.isfinite(top.to(dtype))
+    )
     zeros = (low == 0) & (high == 0)
     negative = zeros & torch.signbit(values).all(1)
     invertible = (scale == 0) | ((scale >= 2.0**-126) & (scale <= 2.0**126))
