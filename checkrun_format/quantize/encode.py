@@ -107,7 +107,7 @@ def encode(
         A name in `ENCODERS`, alone or with parameters. By default `refine` up to 4 bits, `minmax` above.
     qparams_dtype : str, optional
         "float16" or "float32". By default float16, unless more than one row in a hundred would have to be exact and
-        float32 makes them fewer; for `torch_compat`, as torch.
+        float32 saves some of them from it; for `torch_compat`, as torch.
 
     codes : uint8 array (n, packed_width(columns, bits)), optional
         Receives the packed codes; in C order.

@@ -160,17 +160,18 @@ class TestExactRows:
 
 
 class TestChoice:
-    """float16, unless more than one row in a hundred must be exact and float32 makes them fewer."""
+    """float16, unless more than one row in a hundred must be exact and float32 saves one of them from it."""
 
     @given(tables(), widths)
     def test_qparams_dtype(self, values: Array, bits: int) -> None:
         half, single = (encode(values, bits, qparams_dtype=dtype) for dtype in ("float16", "float32"))
-        m, fewer = len(half.exact_index), len(single.exact_index) < len(half.exact_index)
-        wanted = single if 100 * m > len(values) and fewer else half
+        m, saved = len(half.exact_index), np.setdiff1d(half.exact_index, single.exact_index)
+        wanted = single if 100 * m > len(values) and saved.size else half
         chosen = encode(values, bits)
         assert chosen.qparams.dtype == wanted.qparams.dtype
         assert (raw(chosen.codes), raw(chosen.qparams)) == (raw(wanted.codes), raw(wanted.qparams))
-        assert np.isin(single.exact_index, half.exact_index).all()
+        for row in values[np.setdiff1d(single.exact_index, half.exact_index)].astype(np.float64):
+            assert np.ptp(row) / ((1 << bits) - 1) < 1.01 * 2.0**-126  # no scale that is normal
 
 
 class TestLayout:
