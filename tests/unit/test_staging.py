@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkrun_format as crf
+from checkrun_format import layout
 from checkrun_format.errors import (
     CheckpointNotFoundError,
     ConcurrentCommitError,
@@ -914,6 +915,28 @@ class LosingStore(MemoryStore):
     def land(self) -> None:
         assert self.lost is not None
         self.objects.__setitem__(*self.lost)
+
+
+def test_what_a_staged_save_lies_over_is_gone_after_an_attempt_has_landed() -> None:
+    """HEA-3: it says that it must begin anew, and does then go on from what has landed."""
+    store = LosingStore()
+    run = crf.open_run(store, mode="a")
+    first_save(run, {"t": table()})
+    store.loses = True
+    with pytest.raises(StorageError):
+        run.compact()
+    with run.begin(writers=1, parent="latest") as save:
+        store.land()
+        store.delete(layout.commit_key(1))
+        with pytest.raises(ConcurrentCommitError, match=r"number 2 is taken by an earlier attempt .* begin .* anew"):
+            save.commit([writer.finish() for writer in writers_of(save)], unchanged=["t"])
+    with run.begin(writers=1, parent=None) as save:
+        writers = writers_of(save)
+        put_rows(writers[0], "t", table(seed=2), 0, 12)
+        done = save.commit(finished(writers))
+    assert (done.sequence, done.commit.predecessor) == (3, 2)
+    assert same_fields(run[2].table("t").read(), table())
+    assert same_fields(done.table("t").read(), table(seed=2))
 
 
 @pytest.mark.parametrize("staged_first", [False, True])
