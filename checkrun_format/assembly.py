@@ -8,7 +8,7 @@ from typing import Any
 
 from checkrun_format import layout
 from checkrun_format.arranging import is_lossy
-from checkrun_format.attempts import Attempts
+from checkrun_format.attempts import Attempts, LandedError
 from checkrun_format.choosing import Decided
 from checkrun_format.commit import (
     Claim,
@@ -21,13 +21,7 @@ from checkrun_format.commit import (
     seal,
 )
 from checkrun_format.encodings import Encodings
-from checkrun_format.errors import (
-    ConcurrentCommitError,
-    DamagedError,
-    InvalidInputError,
-    PrunedError,
-    StorageError,
-)
+from checkrun_format.errors import ConcurrentCommitError, InvalidInputError
 from checkrun_format.extra import extra_json, parse_json
 from checkrun_format.judging import Overlay
 from checkrun_format.ledger import Ledger
@@ -115,14 +109,14 @@ class Assembly:
         self, part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any, step: int | None
     ) -> Commit:
         """Check what the writers stored and commit it; see `staging.Save.commit`."""
-        head = self._ledger.head
         try:
             with self._attempts.losing(self._claim):
                 return self._commit(part_lists, unchanged, dropped, extra, self._step if step is None else step)
-        except (PrunedError, DamagedError, StorageError) as error:
-            if self._ledger.head == head:
-                raise
-            raise self._landed_before() from error
+        except LandedError as error:
+            raise ConcurrentCommitError(
+                f"number {self._claim.sequence} is taken by an earlier attempt of this Run, which had landed after "
+                "all: begin the save anew"
+            ) from error
 
     def _commit(
         self, part_lists: list[PartList], unchanged: Sequence[str], dropped: Sequence[str], extra: Any, step: int | None
@@ -149,16 +143,10 @@ class Assembly:
             committed = commit(store, claim, document)
         except NumberTakenError as loss:
             self._attempts.adopt_or_lose(claim, loss)
-            raise self._landed_before() from loss
+            raise LandedError from loss
         ledger.saved(committed, settled=alike)
         ledger.lossy.update(e.name for e in entries if any(f.encoder is not None for f in e.fields))
         return committed
-
-    def _landed_before(self) -> ConcurrentCommitError:
-        return ConcurrentCommitError(
-            f"number {self._claim.sequence} is taken by an earlier attempt of this Run, which had landed after all: "
-            "begin the save anew"
-        )
 
     def _check_still_next(self) -> None:
         self._ledger.check_may_save()

@@ -28,6 +28,10 @@ from checkrun_format.writer import PartList
 _T = TypeVar("_T")
 
 
+class LandedError(Exception):
+    """An attempt of this writer had landed after all, and what failed had not known of it."""
+
+
 class Attempts:
     """Makes attempts; notes in the ledger which there were, and that a number was lost to somebody else."""
 
@@ -79,25 +83,32 @@ class Attempts:
 
     @contextlib.contextmanager
     def losing(self, claim: Claim) -> Iterator[None]:
-        """Where a save fails whose number is taken by now, say so: its objects or its chain may have been pruned."""
+        """Where a save fails whose number is taken by now, say so: its objects or its chain may have been pruned.
+
+        Raises
+        ------
+        ConcurrentCommitError
+            By somebody else.
+        LandedError
+            By an attempt of this writer, from which it goes on.
+        """
         try:
             yield
-        except (PrunedError, DamagedError, StorageError):
+        except (PrunedError, DamagedError, StorageError) as error:
             loss = taken(self._store, claim)
-            if loss is not None:
-                self.adopt_or_lose(claim, loss)
-            raise
+            if loss is None:
+                raise
+            self.adopt_or_lose(claim, loss)
+            raise LandedError from error
 
     def as_known(self, action: Callable[[], _T]) -> _T:
         """Do what reads the run as this writer knows it; again, if it has to go on from an attempt that had landed."""
         while True:
-            head = self._ledger.head
             try:
-                with self.losing(Claim.of(head + 1)):
+                with self.losing(Claim.of(self._ledger.head + 1)):
                     return action()
-            except (PrunedError, DamagedError, StorageError):
-                if self._ledger.head == head:
-                    raise
+            except LandedError:
+                pass
 
     def adopt_or_lose(self, claim: Claim, loss: NumberTakenError) -> None:
         """HEA-3: go on from an attempt of ours that had landed after all; anything else is the end of this writer."""

@@ -23,7 +23,7 @@ from checkrun_format.arranging import (
     with_statistics,
 )
 from checkrun_format.assembly import Assembly
-from checkrun_format.attempts import Attempts
+from checkrun_format.attempts import Attempts, LandedError
 from checkrun_format.blocks import FieldPlan, Values
 from checkrun_format.chain import History
 from checkrun_format.choosing import Chooser, Decided
@@ -31,7 +31,7 @@ from checkrun_format.commit import Claim, Content, open_attempt, seal
 from checkrun_format.compaction import copy_table
 from checkrun_format.dlpack import Array
 from checkrun_format.encodings import Encodings
-from checkrun_format.errors import DamagedError, InvalidInputError, PrunedError, StorageError
+from checkrun_format.errors import DamagedError, InvalidInputError
 from checkrun_format.extra import extra_json, parse_json
 from checkrun_format.forecast import Forecaster, SavePlan, Scale
 from checkrun_format.integers import whole
@@ -184,9 +184,8 @@ class Saver:
 
     def _tell(self, prepared: Prepared, dropped: Sequence[str]) -> None:
         """Note what changed, unless the save is refused; where noting fails, nothing is known to be unchanged."""
-        head = self.ledger.head
         try:
-            with self._attempts.losing(Claim.of(head + 1)):
+            with self._attempts.losing(Claim.of(self.ledger.head + 1)):
                 self.ledger.check_tables(prepared.sources, dropped)
                 self._chooser.named(prepared.parent)
                 self.ledger.note(prepared.sources, dropped)
@@ -194,8 +193,7 @@ class Saver:
             raise
         except BaseException as error:
             self.ledger.origin = None
-            is_gone = isinstance(error, PrunedError | DamagedError | StorageError)
-            if not is_gone or self.ledger.head == head:  # else an attempt of ours had landed: everything is stored
+            if not isinstance(error, LandedError):  # else everything is stored
                 raise
 
     def _prepare(self, state: State, step: object, parent: int | str | None, *, force_full: bool) -> Prepared:
