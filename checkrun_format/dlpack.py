@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes, movement, quantize
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.rows import Selection
+from checkrun_format.rows import Moves, length
 
 if TYPE_CHECKING:
     from checkrun_format.devices import DeviceArray
@@ -169,18 +169,23 @@ def decode_affine(
     qparams: npt.NDArray[Any],
     bits: int,
     out: Array,
-    rows: Selection,
-    dest: Selection,
+    moves: Moves,
 ) -> None:
     """`quantize.scatter_affine`: some rows, decoded, to some rows of `out` (n, columns), where that is."""
     if isinstance(out, np.ndarray):
-        quantize.scatter_affine(codes, qparams, bits, out.shape[1], out, rows=rows, dest=dest)
-    else:
-        out.decode_affine(codes, qparams, bits, rows, dest)
+        columns = out.shape[1]
+        quantize.scatter_affine(codes, qparams, bits, columns, out, rows=moves.given, dest=moves.to, kept=moves.kept)
+        return
+    positions, places = movement.listed(moves)
+    if length(positions):
+        out.decode_affine(codes, qparams, bits, positions, places)
 
 
-def scatter(values: npt.NDArray[Any], positions: Selection, out: Array, places: Selection) -> None:
+def scatter(values: npt.NDArray[Any], out: Array, moves: Moves) -> None:
     """`out[places] = values[positions]`, cast to the dtype of `out`, where that is."""
+    positions, places = movement.listed(moves)
+    if not length(positions):
+        return
     if isinstance(out, np.ndarray):
         movement.scatter(values, positions, out, places)
     else:

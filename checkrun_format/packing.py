@@ -7,6 +7,7 @@ taken as words of eight (or of as many as fill a byte), which are folded togethe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ _Words = npt.NDArray[Any]
 
 LINE = 64
 """Bytes of a cache line, and of its alignment."""
+
+_LARGE = 1 << 20
 
 PIECE_ELEMENTS = 3 << 15
 """Elements of one piece of rows: 384 KiB as float32, which stay in a second-level cache."""
@@ -143,6 +146,16 @@ def padding_is_zero(packed: U8, bits: int, columns: int) -> bool:
     return not used or not int(packed[:, -1].max(initial=0)) >> used
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A new array; one that is large begins with a cache line, so that rows are put into it fast."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _LARGE:
+        return np.empty(shape, dtype)
+    memory = np.empty(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def checked_bits(bits: int) -> int:
     """`bits` as an int from 1 to 8, or `InvalidInputError`."""
     return whole(bits, f"bits must be a whole number from 1 to 8, not {bits!r}", 1, 8)
@@ -156,7 +169,7 @@ def checked_columns(columns: int) -> int:
 def checked_out(out: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """`out` if it has this shape and dtype and can be written, a new array if it is None, or `InvalidInputError`."""
     if out is None:
-        return np.empty(shape, dtype)
+        return aligned_empty(shape, dtype)
     if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != dtype or not out.flags.writeable:
         raise InvalidInputError(f"out must be a writable array of shape {shape} and dtype {dtype}, not {_told(out)}")
     return out

@@ -11,7 +11,7 @@ import numpy as np
 from checkrun_format import dlpack, dtypes
 from checkrun_format.dlpack import Array
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.movement import aligned_empty
+from checkrun_format.packing import aligned_empty
 
 if TYPE_CHECKING:
     from checkrun_format.devices import DeviceArray, Way

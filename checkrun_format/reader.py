@@ -31,9 +31,9 @@ from checkrun_format.manifest import (
     TableEntry,
     TensorEntry,
 )
-from checkrun_format.movement import within
+from checkrun_format.movement import is_increasing
 from checkrun_format.partfile import least_bytes, parse_parts
-from checkrun_format.rows import Ids, Mask, Moves, Selection, length
+from checkrun_format.rows import Ids, Mask, Moves, Selection
 from checkrun_format.stores import Store
 from checkrun_format.structure import (
     Part,
@@ -330,7 +330,7 @@ class Block:
         """The row numbers or keys of block rows low..high-1, which lie in one part and one chunk (PRT-3)."""
         index = low // self.chunk_rows
         ids = self._chunk("rows", index)[low - index * self.chunk_rows : high - index * self.chunk_rows]
-        if not bool((ids[1:] > ids[:-1]).all()):
+        if not is_increasing(ids):
             raise DamagedError(self.place("rows"), "not strictly increasing within a part (PRT-3)")
         return ids
 
@@ -344,7 +344,7 @@ class Block:
         if part.deleted_count == 0:
             return np.zeros(0, np.int64)
         keys = self._rows("deleted", part.deleted_offset, part.deleted_offset + part.deleted_count)
-        if not bool((keys[1:] > keys[:-1]).all()):
+        if not is_increasing(keys):
             raise DamagedError(self.place("deleted"), "not strictly increasing within a part (PRT-3)")
         return keys
 
@@ -385,9 +385,7 @@ class Block:
                 return
         step = self._step(name)
         for low, values in self._chunks.slices(self.place(name), entry, index, moves.span, step, shared=self._shared):
-            some, to = within(moves, low, low + step)
-            if length(some):
-                dlpack.scatter(dtypes.from_stored(values, f.dtype or ""), some, out, to)
+            dlpack.scatter(dtypes.from_stored(values, f.dtype or ""), out, moves.within(low, low + step))
 
     def _decode_affine(self, f: BlockField, index: int, moves: Moves, out: Array) -> None:
         names = (f"{f.name}.codes", f"{f.name}.qparams")
@@ -397,9 +395,7 @@ class Block:
             for name in names
         )
         for (low, codes), (_, qparams) in zip(codes_of, qparams_of, strict=True):
-            some, to = within(moves, low, low + step)
-            if length(some):
-                dlpack.decode_affine(codes, qparams, f.bits or 0, out, some, to)
+            dlpack.decode_affine(codes, qparams, f.bits or 0, out, moves.within(low, low + step))
 
     def _step(self, *names: str) -> int:
         """Rows that are read at a time."""
@@ -426,7 +422,7 @@ class Block:
         name = f"{f.name}.exact_index"
         count = self.entry.arrays[name].shape[0]
         index = self._rows(name, 0, count)
-        if index[0] < 0 or index[-1] >= self.entry.rows or not bool((index[1:] > index[:-1]).all()):
+        if index[0] < 0 or index[-1] >= self.entry.rows or not is_increasing(index):
             raise DamagedError(self.place(name), "not strictly increasing positions of the block (BLK-5)")
         return index, self._rows(f"{f.name}.exact_values", 0, count)
 

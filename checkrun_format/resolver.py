@@ -17,6 +17,7 @@ from checkrun_format.dlpack import Array
 from checkrun_format.errors import DamagedError, UnsupportedFeatureError
 from checkrun_format.manifest import BlockField, Field, TableEntry
 from checkrun_format.movement import Claims, TwiceError, prepare
+from checkrun_format.packing import aligned_empty
 from checkrun_format.reader import Block, StoredCheckpoint, exact_among
 from checkrun_format.rows import (
     Ids,
@@ -345,7 +346,8 @@ def fill(
 def read_rows(layers: Layers, wanted: Wanted, fields: Sequence[Field]) -> dict[str, npt.NDArray[Any]]:
     """The wanted rows of some fields, in new arrays."""
     count = len(wanted)
-    out = {f.name: np.empty((count, f.columns) if f.columns else count, dtypes.logical(f.dtype)) for f in fields}
+    shapes = {f.name: (count, f.columns) if f.columns else (count,) for f in fields}
+    out = {f.name: aligned_empty(shapes[f.name], dtypes.logical(f.dtype)) for f in fields}
     with Workers.of(layers[0][0].store) as workers:
         fill(layers, wanted, out, {f.name: (0, f.columns or 1) for f in fields}, workers)
     return out

@@ -320,8 +320,10 @@ class Moves:
     Examples
     --------
     >>> moves = Moves(slice(3, 9), np.array([0, 1, 5, 6, 7, 9]), np.array([1, 0, 1, 1, 1, 0], bool))
-    >>> moves.positions.tolist(), moves.places.tolist(), moves.within(5, 7)
-    ([3, 5, 6, 7], [0, 5, 6, 7], (slice(0, 2, None), slice(5, 7, None)))
+    >>> moves.positions.tolist(), moves.places.tolist()
+    ([3, 5, 6, 7], [0, 5, 6, 7])
+    >>> moves.within(5, 7).positions, moves.within(5, 7).places
+    (slice(0, 2, None), slice(5, 7, None))
     """
 
     given: Selection
@@ -356,11 +358,11 @@ class Moves:
     def _kept(self, selection: Selection) -> Selection:
         return selection if self.kept is None else pick(selection, as_slice(np.flatnonzero(self.kept)))
 
-    def within(self, low: int, high: int) -> tuple[Selection, Selection]:
-        """Positions from `low` to `high` - 1 that go, counted from `low`; and their places."""
+    def within(self, low: int, high: int) -> Moves:
+        """Those of positions from `low` to `high` - 1, counted from `low`."""
         some = _within(self.given, low, high)
-        kept = some if self.kept is None else shifted(as_slice(np.flatnonzero(self.kept[some])), some.start)
-        return shifted(pick(self.given, kept), -low), pick(self.to, kept)
+        kept = None if self.kept is None else self.kept[some]
+        return Moves(shifted(pick(self.given, some), -low), pick(self.to, some), kept)
 
     def shifted(self, by: int) -> Moves:
         """The same with places counted from elsewhere."""

@@ -9,12 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from checkrun_format.movement import engine
-from checkrun_format.packing import LINE
 from checkrun_format.rows import Selection, length
 
 Array = npt.NDArray[Any]
 
-_LARGE = 1 << 20
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -55,13 +53,3 @@ def _words(array: Array, size: int, word: int) -> Array:
     """The `size` bytes from the beginning of an array on, in words."""
     flat = np.lib.stride_tricks.as_strided(array, (size // array.itemsize,), (array.itemsize,))
     return flat.view(_WORDS[word])
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array; one that is large begins with a cache line, so that rows are scattered fast."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < _LARGE:
-        return np.empty(shape, dtype)
-    memory = np.empty(size + LINE, np.uint8)
-    start = -memory.ctypes.data % LINE
-    return memory[start : start + size].view(dtype).reshape(shape)

@@ -13,6 +13,7 @@ from checkrun_format.errors import InvalidInputError
 from checkrun_format.packing import U8, checked_out, packed_width, row_pieces, unpack
 from checkrun_format.quantize import engine
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized
+from checkrun_format.rows import as_array
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -115,7 +116,15 @@ def decode_affine(
 
 
 def scatter_affine(
-    codes: U8, qparams: Array, bits: int, columns: int, out: Array, *, rows: slice | Numbers, dest: slice | Numbers
+    codes: U8,
+    qparams: Array,
+    bits: int,
+    columns: int,
+    out: Array,
+    *,
+    rows: slice | Numbers,
+    dest: slice | Numbers,
+    kept: npt.NDArray[np.bool_] | None = None,
 ) -> None:
     """`decode_affine` on this thread, for a caller who has checked what it gives: nothing is looked at twice.
 
@@ -125,8 +134,12 @@ def scatter_affine(
         As of `decode_affine`.
     rows, dest : slice or int64 array (k,)
         Which rows, and which rows of `out` they go to; slices have a start, a stop, and step 1.
+    kept : bool array (k,), optional
+        Which of them go; default all.
     """
     count = dest.stop - dest.start if isinstance(dest, slice) else dest.size
+    if not count:
+        return
     kernels = engine.kernels(count * columns)
     place = None if kernels is None else _place(out)
     if kernels is not None and place is not None:
@@ -139,6 +152,7 @@ def scatter_affine(
             halves,
             singles,
             np.ascontiguousarray(rows),
+            _ALL if kept is None else kept,
             columns,
             bits,
             (place.begin + begin, place.step),
@@ -147,6 +161,9 @@ def scatter_affine(
             place.dtype == "bfloat16",
         )
         return
+    if kept is not None:
+        rows, dest = as_array(rows)[kept], as_array(dest)[kept]
+        count = dest.size
     with np.errstate(all="ignore"):
         for piece in row_pieces(count, columns):
             some, at = _part(rows, piece), _part(dest, piece)
@@ -160,6 +177,7 @@ def _part(selection: slice | Numbers, piece: slice) -> slice | Numbers:
 
 
 _NOTHING: Numbers = np.zeros(0, np.int64)
+_ALL: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 _KINDS: dict[str, tuple[int, type[Any]]] = {"float32": (0, np.float32), "float64": (1, np.float64)}
 _NO_HALVES, _NO_SINGLES, _NO_DOUBLES = np.empty(0, np.uint16), np.empty(0, np.float32), np.empty(0, np.float64)
 

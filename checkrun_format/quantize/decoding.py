@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from checkrun_format.packing import LINE
-from checkrun_format.quantize.lines import put_line, settle, whole_lines
+from checkrun_format.quantize.lines import is_far, put_run, settle, whole_lines
 from checkrun_format.quantize.vectors import (
     HAS_HALVES,
     ROWS,
     brains_of_row,
     halves_of_row,
+    lines_of_rows,
     narrow_blocks,
     unpack3,
     unpack5,
@@ -30,8 +30,11 @@ F32, F64 = np.float32, np.float64
 BLOCK = 4096
 """Elements of one block: 16 KiB of float32."""
 
+LISTED = 1024
+"""Rows of one block where only numbers of rows and qparams are kept near by."""
 
-def decode_rows(codes, halves, singles, positions, columns, bits, rows_out, places, single, double, half, brain):
+
+def decode_rows(codes, halves, singles, positions, kept, columns, bits, rows_out, places, single, double, half, brain):
     """Decode rows into that one of three destinations which is not empty (DEC-1, DEC-2).
 
     Parameters
@@ -41,53 +44,81 @@ def decode_rows(codes, halves, singles, positions, columns, bits, rows_out, plac
         That of them which is not empty has the qparams, as the bits of float16 or as float32.
     positions : int64 array
         Which of the n rows; empty: all, in order.
+    kept : bool array
+        Which of these are decoded; empty: all.
     columns, bits : int
     rows_out : tuple of two int
         Where the first row begins in the destination, and how far it is to the next.
     places : int64 array
-        To which row of the destination each one goes; empty: in order.
+        To which row of the destination each one goes, those that are not decoded, too; empty: in order.
     single, double : float32 and float64 array
     half : uint16 array
         The bits of float16, or of bfloat16.
     brain : bool
         Which of the two.
     """
-    width = (columns * bits + 7) // 8
-    rows = positions.size or (halves.size + singles.size) // 2
-    size = max(1, min(rows, BLOCK // columns))
-    stride = columns if bits == 8 else width * (8 // bits) if 8 % bits == 0 else (columns + 7) // 8 * 8
-    buffer, at = np.empty(size * stride + ROWS, U8), np.empty(size, np.int64)
-    packed = np.empty((size * width + 7) // 8, U64).view(U8)
-    pairs, wide = np.empty(2 * size, U16), np.empty(2 * size, F32)
     begin, step = rows_out
-    in_lines = places.size > 0 and whole_lines(single, begin, step, columns)
-    values = np.empty(size * columns if half.size else columns, F32)
+    in_lines = whole_lines(single, begin, step, columns)
+    rows = kept.size or positions.size or (halves.size + singles.size) // 2
+    size = max(1, min(rows, LISTED if in_lines else BLOCK // columns))
+    some, at = np.empty(size, np.int64), np.empty(size, np.int64)
+    pairs, wide = np.empty(2 * size, U16), np.empty(2 * size, F32)
+    width, stride = (columns * bits + 7) // 8, (columns + 7) // 8 * 8
+    if 8 % bits == 0:
+        stride = columns if bits == 8 else width * (8 // bits)
+    made = 0 if in_lines else size
+    packed, buffer = np.empty((made * width + 7) // 8, U64).view(U8), np.empty(made * stride + ROWS, U8)
+    values = np.empty(made * columns if half.size else columns, F32)
     lifted = np.empty(values.size, F32)
+    all_of_them = positions.size == 0 and kept.size == 0
+    run = all_of_them and places.size == 0 and step == columns and (is_far(single) or is_far(double))
+    near_single = np.empty(min(made * columns, single.size), F32) if run else single
+    near_double = np.empty(min(made * columns, double.size), F64) if run else double
     for start in range(0, rows, size):
-        count = min(size, rows - start)
-        if positions.size:
-            some = positions[start : start + count]
-            _gather(codes, width, some, packed)
-            _unpack(packed[: count * width], count, columns, bits, buffer)
-            _gather_pairs(halves, some, pairs)
-            _gather_pairs(singles, some, wide)
-        else:
-            _unpack(codes[start * width : (start + count) * width], count, columns, bits, buffer)
-            _copy(halves[2 * start :], pairs[: 2 * count])
-            _copy(singles[2 * start :], wide[: 2 * count])
+        count = _chosen(kept, start, min(size, rows - start), some)
+        for k in range(count):
+            at[k] = begin + step * (places[some[k]] if places.size else some[k])
+            some[k] = positions[some[k]] if positions.size else some[k]
+        _gather_pairs(halves, some[:count], pairs)
+        _gather_pairs(singles, some[:count], wide)
         if halves.size:
             widen(pairs[: 2 * count], brain=False, out=wide)
-        for k in range(count):
-            at[k] = begin + step * (places[start + k] if places.size else start + k)
         if in_lines:
-            _affine_lines(buffer, stride, columns, count, wide, at, single, values)
-        elif single.size:
-            _affine_single(buffer, stride, columns, count, wide, at, single)
+            lines_of_rows(codes, some, count, columns, bits, wide, single, at)
+            continue
+        if all_of_them:
+            _unpack(codes[start * width : (start + count) * width], count, columns, bits, buffer)
+        else:
+            _gather(codes, width, some[:count], packed)
+            _unpack(packed[: count * width], count, columns, bits, buffer)
+        if run:
+            for k in range(count):
+                at[k] = columns * k
+        if single.size:
+            _affine_single(buffer, stride, columns, count, wide, at, near_single)
         elif double.size:
-            _affine_double(buffer, stride, columns, count, wide, at, double)
+            _affine_double(buffer, stride, columns, count, wide, at, near_double)
         else:
             _affine_half(buffer, stride, columns, count, wide, at, half, brain, values, lifted)
+        if run:
+            to = begin + step * start
+            put_run(near_single, min(near_single.size, count * columns), single, to)
+            put_run(near_double, min(near_double.size, count * columns), double, to)
     settle()
+
+
+@register_jitable
+def _chosen(kept, start, count, out):
+    """Which of some numbers are kept; how many."""
+    if kept.size == 0:
+        for k in range(count):
+            out[k] = start + k
+        return count
+    found = 0
+    for k in range(count):
+        out[found] = start + k
+        found += kept[start + k]
+    return found
 
 
 @register_jitable
@@ -111,27 +142,6 @@ def _gather_pairs(pairs, positions, out):
     if pairs.size:
         for k in range(positions.size):
             out[2 * k], out[2 * k + 1] = pairs[2 * positions[k]], pairs[2 * positions[k] + 1]
-
-
-@register_jitable
-def _copy(source, out):
-    for k in range(min(source.size, out.size)):
-        out[k] = source[k]
-
-
-@register_jitable
-def _affine_lines(codes, stride, columns, rows, pairs, at, out, values):
-    """`_affine_single` for rows that are whole lines and far from one another.
-
-    Nothing in the loop may count references: that is atomic, and would wait for the lines.
-    """
-    for k in range(rows):
-        row = codes[k * stride : k * stride + columns]
-        s, b = pairs[2 * k], pairs[2 * k + 1]
-        for j in range(columns):
-            values[j] = F32(F32(F32(row[j]) * s) + b)
-        for j in range(0, columns, LINE // 4):
-            put_line(out, at[k] + j, values, j)
 
 
 @register_jitable

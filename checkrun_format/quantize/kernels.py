@@ -406,8 +406,8 @@ _SIGNATURES: dict[Callable[..., Any], tuple[Any, ...]] = {
         *[filled(_BYTE)] * 3, filled(types.uint32), filled(types.uint64),
     ),
     decode_rows: (
-        given(_BYTE), given(types.uint16), given(_SINGLE), given(_SIZE), _SIZE, _SIZE, types.UniTuple(_SIZE, 2),
-        given(_SIZE),
+        given(_BYTE), given(types.uint16), given(_SINGLE), given(_SIZE), given(types.boolean), _SIZE, _SIZE,
+        types.UniTuple(_SIZE, 2), given(_SIZE),
         filled(_SINGLE), filled(types.float64), filled(types.uint16), types.boolean,
     ),
     widen_rows: (given(types.uint16), types.boolean, filled(_SINGLE)),

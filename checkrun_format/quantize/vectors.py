@@ -16,6 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from checkrun_format.quantize.lines import past_cache
+
 ROWS = 16
 """Elements of a vector, the widest of today's machines."""
 
@@ -146,29 +148,34 @@ brains_of_row = _by_row(
 )
 
 
-def _unpacked(bits: int) -> Any:
-    """A function `f(packed, start, blocks, codes, begin)`: from byte `start` on, ROWS codes of each 2 * bits bytes.
+def _codes_at(builder: Any, place: Any, bits: int) -> Any:
+    """ROWS codes of 2 * bits bytes. Each lies within two bytes, which are put together, moved down and masked."""
+    count = 2 * bits
+    given = builder.load(builder.bitcast(place, ir.VectorType(ir.IntType(8), count).as_pointer()), align=1)
+    if bits == 8:
+        return given
+    first = [lane * bits // 8 for lane in range(ROWS)]
+    mask = ir.Constant(ir.VectorType(_INT, 2 * ROWS), [min(byte + n, count - 1) for byte in first for n in (0, 1)])
+    pairs = builder.bitcast(builder.shuffle_vector(given, given, mask), _SHORTS)
+    shifts = ir.Constant(_SHORTS, [lane * bits % 8 for lane in range(ROWS)])
+    ones = ir.Constant(_SHORTS, [(1 << bits) - 1] * ROWS)
+    return builder.trunc(builder.and_(builder.lshr(pairs, shifts), ones), _BYTES)
 
-    It looks at ROWS bytes for each. Every code lies within two bytes, which are put together, moved down and masked.
-    """
+
+def _unpacked(bits: int) -> Any:
+    """A function `f(packed, start, blocks, codes, begin)`: from byte `start` on, ROWS codes of each 2 * bits bytes."""
 
     def unpacked(_: Any, packed: Any, start: Any, blocks: Any, codes: Any, begin: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
             def pointer(index: int, at: Any) -> Any:
                 array = context.make_array(signature.args[index])(context, builder, arguments[index])
-                return builder.bitcast(builder.gep(array.data, [at]), _BYTES.as_pointer())
+                return builder.gep(array.data, [at])
 
-            first = [lane * bits // 8 for lane in range(ROWS)]
-            mask = ir.Constant(ir.VectorType(_INT, 2 * ROWS), [byte + n for byte in first for n in (0, 1)])
-            shifts = ir.Constant(_SHORTS, [lane * bits % 8 for lane in range(ROWS)])
-            ones = ir.Constant(_SHORTS, [(1 << bits) - 1] * ROWS)
             with cgutils.for_range(builder, arguments[2]) as loop:
                 at = builder.add(arguments[1], builder.mul(loop.index, ir.Constant(_INDEX, 2 * bits)))
-                given = builder.load(pointer(0, at), align=1)
-                pairs = builder.bitcast(builder.shuffle_vector(given, given, mask), _SHORTS)
-                found = builder.trunc(builder.and_(builder.lshr(pairs, shifts), ones), _BYTES)
                 to = builder.add(arguments[4], builder.mul(loop.index, ir.Constant(_INDEX, ROWS)))
-                builder.store(found, pointer(3, to), align=1)
+                found = _codes_at(builder, pointer(0, at), bits)
+                builder.store(found, builder.bitcast(pointer(3, to), _BYTES.as_pointer()), align=1)
             return context.get_dummy_value()
 
         return types.void(packed, start, blocks, codes, begin), generate
@@ -177,6 +184,52 @@ def _unpacked(bits: int) -> Any:
 
 
 unpack3, unpack5, unpack6, unpack7 = (_unpacked(bits) for bits in (3, 5, 6, 7))
+
+
+@intrinsic
+def lines_of_rows(  # noqa: PLR0917
+    _: Any, packed: Any, rows: Any, count: Any, columns: Any, bits: Any, pairs: Any, target: Any, at: Any
+) -> Any:
+    """Decode some rows of packed codes to whole lines that are written past the cache (`lines`).
+
+    The first `count` of `rows` are decoded by scale and bias in `pairs`, to the elements of the target that `at` names.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        arrays = [
+            context.make_array(kind)(context, builder, array).data if isinstance(kind, types.Array) else array
+            for kind, array in zip(signature.args, arguments, strict=True)
+        ]
+        packed, rows, count, columns, bits, pairs, target, at = arrays
+
+        def times(number: Any, size: int) -> Any:
+            return builder.mul(number, ir.Constant(_INDEX, size))
+
+        def element(array: Any, place: Any) -> Any:
+            return builder.load(builder.gep(array, [place]))
+
+        blocks = builder.sdiv(columns, ir.Constant(_INDEX, ROWS))
+        end = builder.append_basic_block("end")
+        choice = builder.switch(bits, end)
+        for width in range(1, 9):
+            block = builder.append_basic_block(f"bits{width}")
+            choice.add_case(width, block)
+            builder.position_at_end(block)
+            with cgutils.for_range(builder, count) as row:
+                first = times(row.index, 2)
+                second = builder.add(first, ir.Constant(_INDEX, 1))
+                numbers = [_spread(builder, element(pairs, place)) for place in (first, second)]
+                start = times(builder.mul(element(rows, row.index), blocks), 2 * width)
+                source, line = builder.gep(packed, [start]), builder.gep(target, [element(at, row.index)])
+                with cgutils.for_range(builder, blocks) as column:
+                    codes = _codes_at(builder, builder.gep(source, [times(column.index, 2 * width)]), width)
+                    place = builder.gep(line, [times(column.index, ROWS)])
+                    past_cache(builder, _value(builder, codes, numbers), builder.bitcast(place, _SINGLES.as_pointer()))
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(packed, rows, count, columns, bits, pairs, target, at), generate
 
 
 _WORDS = ir.VectorType(_INDEX, 8)

@@ -23,6 +23,7 @@ import checkrun_format as crf
 from checkrun_format import State, Table, devices, dlpack, dtypes
 from checkrun_format.errors import InvalidInputError, RowNotFoundError
 from checkrun_format.quantize import decode_affine, encode, tensors
+from checkrun_format.rows import Moves
 from checkrun_format.testing import MemoryStore
 
 Array = npt.NDArray[Any]
@@ -125,8 +126,8 @@ class TestDeviceArray:
                 ):
                     wanted = np.zeros((50, 2 * columns + 1), dtypes.logical(dtype))
                     tensor = devices.tensor_of(wanted.copy())
-                    dlpack.decode_affine(q.codes, q.qparams, bits, wanted[:, 1::2], rows, dest)
-                    dlpack.decode_affine(q.codes, q.qparams, bits, destination(tensor[:, 1::2]), rows, dest)
+                    dlpack.decode_affine(q.codes, q.qparams, bits, wanted[:, 1::2], Moves(rows, dest))
+                    dlpack.decode_affine(q.codes, q.qparams, bits, destination(tensor[:, 1::2]), Moves(rows, dest))
                     exact = np.isnan(wanted.astype(np.float32))
                     found = dlpack.to_numpy(tensor, "found").copy()
                     assert np.isnan(found.astype(np.float32))[exact].all()

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from checkrun_format import quantize
-from checkrun_format.movement import Claims, TwiceError, aligned_empty, engine, prepare, scatter, within
+from checkrun_format.movement import Claims, TwiceError, engine, is_increasing, listed, prepare, scatter
+from checkrun_format.packing import aligned_empty
 from checkrun_format.quantize import engine as quantize_engine
 from checkrun_format.rows import Moves, Selection
 
@@ -79,44 +80,84 @@ def test_a_row_that_a_layer_has_twice_is_found(again: Selection, before: bool) -
 
 @pytest.mark.parametrize("places", [slice(100, 140), np.arange(0, 80, 2)], ids=["run", "listed"])
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1.0, None], ids=str)
-@pytest.mark.parametrize("step", [1, 7, 100])
-def test_listing_equals_moves(places: Selection, chance: float | None, step: int) -> None:
+def test_listing_equals_moves(places: Selection, chance: float | None) -> None:
     rng = np.random.default_rng(3)
     kept = np.arange(40) // 10 == 2 if chance is None else rng.random(40) < chance
     for given in (slice(11, 51), np.arange(11, 91, 2)):
-        moves, found = Moves(given, places, kept), []
-        for low in range(0, 100, step):
-            some, to = within(moves, low, low + step)
-            numbers = [np.arange(100_000)[selection].tolist() for selection in (some, to)]
-            wanted = [np.arange(100_000)[selection].tolist() for selection in moves.within(low, low + step)]
-            assert numbers == wanted
-            found += numbers[1]
-        assert found == np.arange(100_000)[moves.places].tolist()
+        for moves in (Moves(given, places, kept), Moves(given, places)):
+            found = [np.arange(200)[selection].tolist() for selection in listed(moves)]
+            assert found == [np.arange(200)[selection].tolist() for selection in (moves.positions, moves.places)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "rising"),
+    [
+        ([], True),
+        ([7], True),
+        ([-5, 0, 9], True),
+        ([3, 3], False),
+        ([1, 2, 3, 2], False),
+        ([-(2**63), 2**63 - 1], True),
+    ],
+    ids=str,
+)
+def test_ids_that_increase(ids: list[int], rising: bool) -> None:
+    array = np.array(ids, np.int64)
+    assert is_increasing(array) == rising
+    assert is_increasing(np.repeat(array, 2)[::2]) == rising
+
+
+def plainly(way: str) -> contextlib.AbstractContextManager[object]:
+    """Decoding without the kernels, where they are not what is tested."""
+    if way == "compiled":
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(quantize_engine, "kernels", return_value=None)
+
+
+def large(rng: np.random.Generator, rows: int, columns: int, offset: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Random bytes as rows that begin `offset` elements after a cache line."""
+    kind = np.dtype(dtype)
+    memory = random_values(rng, (rows * columns + offset,), kind)
+    return memory[offset:].reshape(rows, columns)
 
 
 @pytest.mark.parametrize("columns", [8, 16, 32, 48, 64])
 @pytest.mark.parametrize("offset", [0, 4])
-@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_decoded_rows_are_scattered_as_numpy_does(columns: int, offset: int, bits: int, way: str) -> None:
-    """Into a large array, whose rows are whole cache lines or not; and from some rows of the codes."""
+    """Into a large array, whose rows are whole cache lines or not; from some rows of the codes, and some of those."""
     rng = np.random.default_rng(columns)
-    q = quantize.encode(rng.random((500, columns), np.float32), bits=bits)
-    memory = aligned_empty((30_000 * columns + offset,), np.dtype(np.float32))
-    memory[:] = -1
-    out = memory[offset:].reshape(30_000, columns)
-    positions, places = np.arange(0, 500, 2), np.sort(rng.choice(30_000, 250, replace=False))
-    wanted = np.full_like(out, -1)
-    wanted[places] = quantize.decode(q)[positions]
-    with (
-        contextlib.nullcontext()
-        if way == "compiled"
-        else unittest.mock.patch.object(quantize_engine, "kernels", return_value=None)
-    ):
-        quantize.scatter_affine(q.codes, q.qparams, bits, columns, out, rows=positions, dest=places)
-        assert np.array_equal(out, wanted)
-        quantize.scatter_affine(q.codes, q.qparams, bits, columns, out, rows=slice(250, 500), dest=places)
-    wanted[places] = quantize.decode(q)[250:]
-    assert np.array_equal(out, wanted)
+    q = quantize.encode(rng.standard_normal((3000, columns), np.float32), bits=bits)
+    values = quantize.decode(q)
+    out = large(rng, 40_000, columns, offset, np.float32)
+    listed_rows, places = np.arange(0, 3000, 2), np.sort(rng.choice(40_000, 1500, replace=False))
+    for rows in (listed_rows, slice(1500, 3000)):
+        for dest in (places, slice(17_000, 18_500)):
+            for kept in (None, rng.random(1500) < 0.4, np.zeros(1500, np.bool_)):
+                wanted, which = out.copy(), slice(None) if kept is None else kept
+                wanted[np.arange(40_000)[dest][which]] = values[rows][which]
+                with plainly(way):
+                    quantize.scatter_affine(q.codes, q.qparams, bits, columns, out, rows=rows, dest=dest, kept=kept)
+                assert out.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("columns", [1, 7, 32, 50])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_decoded_rows_in_a_row_touch_nothing_beside_them(dtype: str, columns: int, offset: int, way: str) -> None:
+    """Into a large array, from any element on: lines that are not whole keep what else is in them."""
+    rng = np.random.default_rng(columns)
+    q = quantize.encode(rng.standard_normal((9000, columns), np.float32), bits=4)
+    values = quantize.decode(q)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    out = large(rng, 30_000 + 2**20 // columns, columns, offset, kind)
+    for start, stop in ((0, 9000), (5000, 5001), (20_001, 29_001)):
+        wanted = out.copy()
+        wanted[start:stop] = values[: stop - start].astype(kind)
+        with plainly(way):
+            rows = slice(0, stop - start)
+            quantize.scatter_affine(q.codes, q.qparams, 4, columns, out, rows=rows, dest=slice(start, stop))
+        assert out.tobytes() == wanted.tobytes()
 
 
 DTYPES = ["float32", "float64", "uint8", "int16", "bool", "complex128", "bfloat16", "float8_e4m3fn"]

@@ -270,9 +270,9 @@ def test_moves(positions: Selection, places: Selection, bits: int | None) -> Non
     for step in (1, 3, 30):
         found = []
         for start in range(0, 30, step):
-            some, to = moves.within(start, start + step)
-            found += list(zip([start + at for at in listed(some)], listed(to), strict=True))
-            assert all(0 <= at < step for at in listed(some))
+            some = moves.within(start, start + step)
+            found += list(zip([start + at for at in listed(some.positions)], listed(some.places), strict=True))
+            assert all(0 <= at < step for at in listed(some.positions))
         assert found == pairs
 
 
