@@ -7,8 +7,8 @@ or the more often the lower their rank, as in a power law (zipf). Files are in t
 arrays that exist, and begin with a cache line, as tensors of torch do. First a restore after 0 to 24 saves, for each
 policy. Then a base and 10 increments in a row beside one base of the same state, for tables of several sizes and kinds:
 seconds of time and of processors, bytes read through the store, `take` of 1,000 random rows, and memory beside the
-arrays that are read into; what reading and checking the chain's chunks takes alone, and finding out which checkpoint
-has each row; and with which power of the number of rows each of them grows.
+arrays that are read into; what a plain copy of the table takes; what reading and checking the chain's chunks takes
+alone, and finding out which checkpoint has each row; and with which power of the number of rows each of them grows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Kind:
         return f"{self.columns} x {width}" + (" and sums" if self.sums else "")
 
 
-KINDS = (Kind(columns=64, sums=True), Kind(columns=64, bits=None, sums=True))
+KINDS = (Kind(columns=64, sums=True), Kind(columns=128), Kind(columns=64, bits=None, sums=True))
 """Of a million rows, beside the usual one."""
 
 
@@ -155,6 +155,13 @@ def restore(folder: Path, number: int, out: Mapping[str, npt.NDArray[Any]]) -> t
     state = crf.State(tables={"t": crf.Table(dict(out))})
     cost = measure.cost_of(lambda: crf.open_run(store)[number].load(out=state))
     return measure.as_record(cost), store.bytes_read
+
+
+def copied(out: Mapping[str, npt.NDArray[Any]]) -> dict[str, float]:
+    """A plain copy of arrays like those that are read into, on as many threads: memcpy, the ceiling."""
+    array = out["weight"]
+    other = aligned(*array.shape)
+    return measure.as_record(measure.cost_of(lambda: measure.memcpy(array, other)))
 
 
 def planned(folder: Path, number: int) -> dict[str, float]:
@@ -248,6 +255,7 @@ def by_size(folder: Path, workload: str, rows: int, rounds: int, kind: Kind | No
     del trainer
     measure.warm_memory(0.5)
     chain, base = repeated(rounds, lambda: restore(place, one, out), lambda: restore(place, other, out))
+    copy = measure.medians([copied(out) for _ in range(rounds)])
     plan = measure.medians([planned(place, one) for _ in range(rounds)])
     read = measure.medians([plainly_read(place, range(1, one + 1)) for _ in range(rounds)])
     few_of_chain, few_of_base = repeated(rounds, lambda: take(place, one, ids), lambda: take(place, other, ids))
@@ -258,6 +266,7 @@ def by_size(folder: Path, workload: str, rows: int, rounds: int, kind: Kind | No
         "ratio": chain["seconds"] / base["seconds"],
         "ratio_cpu": chain["cpu_seconds"] / base["cpu_seconds"],
         "plan": plan,
+        "copy": copy,
         "read": read,
         "chain": chain,
         "base": base,
@@ -315,6 +324,7 @@ def page(results: Mapping[str, Any]) -> str:
                 "rows",
                 "chain, s",
                 "base, s",
+                "memcpy, s",
                 "ratio",
                 "ratio, processors",
                 "of it: reading",
@@ -350,6 +360,7 @@ def size_row(size: Mapping[str, Any]) -> list[str]:
         f"{size['rows']:,} {size['workload']}, {size['kind']}",
         f"{chain['seconds']:.3f}",
         f"{base['seconds']:.3f}",
+        f"{size['copy']['seconds']:.3f}",
         f"{size['ratio']:.2f}" + ("" if size["ratio"] <= TARGET else " MISSED"),
         f"{size['ratio_cpu']:.2f}",
         f"{size['read']['cpu_seconds'] / base['cpu_seconds']:.2f}",

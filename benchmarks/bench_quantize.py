@@ -65,15 +65,6 @@ def medians(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, 
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def memcpy(source: Array, target: Array) -> None:
-    """A copy on the threads that encode."""
-
-    def copy(piece: slice) -> None:
-        np.copyto(target[piece], source[piece])
-
-    engine.spread(copy, *source.shape)
-
-
 def l2(values: Array, bits: int, method: str | Method) -> float:
     """The mean l2 error of the rows."""
     error = decode(encode(values, bits, method)).astype(np.float64) - values
@@ -87,7 +78,7 @@ def speeds(columns: int, megabytes: int, rounds: int, seed: int) -> dict[str, fl
     """GB/s of float32, by method."""
     values = rows("normal", megabytes * 1_000_000 // 4 // columns, columns, seed)
     out = np.zeros_like(values)
-    jobs: dict[str, Callable[[], object]] = {"memcpy": lambda: memcpy(values, out)}
+    jobs: dict[str, Callable[[], object]] = {"memcpy": lambda: measure.memcpy(values, out)}
     for bits in (8, 4, 3, 2):
         coded = encode(values, bits, "minmax")
         into = np.zeros_like(coded.codes)

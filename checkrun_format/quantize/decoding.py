@@ -218,7 +218,7 @@ def _unpack(packed, rows, columns, bits, out):
             rows, stride, width = 1, rows * stride, rows * width
         for r in range(rows):
             start, begin = r * width, r * stride
-            blocks = max(0, min((stride + ROWS - 1) // ROWS, (packed.size - start - ROWS) // (2 * bits) + 1))
+            blocks = max(0, min((stride + ROWS - 1) // ROWS, (packed.size - start) // (2 * bits)))
             if bits == 3:
                 unpack3(packed, start, blocks, out, begin)
             elif bits == 5:
