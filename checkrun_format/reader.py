@@ -31,7 +31,6 @@ from checkrun_format.manifest import (
     TableEntry,
     TensorEntry,
 )
-from checkrun_format.movement import is_increasing
 from checkrun_format.partfile import least_bytes, parse_parts
 from checkrun_format.rows import Ids, Mask, Moves, Selection
 from checkrun_format.stores import Store
@@ -330,7 +329,7 @@ class Block:
         """The row numbers or keys of block rows low..high-1, which lie in one part and one chunk (PRT-3)."""
         index = low // self.chunk_rows
         ids = self._chunk("rows", index)[low - index * self.chunk_rows : high - index * self.chunk_rows]
-        if not is_increasing(ids):
+        if not bool((ids[1:] > ids[:-1]).all()):
             raise DamagedError(self.place("rows"), "not strictly increasing within a part (PRT-3)")
         return ids
 
@@ -344,7 +343,7 @@ class Block:
         if part.deleted_count == 0:
             return np.zeros(0, np.int64)
         keys = self._rows("deleted", part.deleted_offset, part.deleted_offset + part.deleted_count)
-        if not is_increasing(keys):
+        if not bool((keys[1:] > keys[:-1]).all()):
             raise DamagedError(self.place("deleted"), "not strictly increasing within a part (PRT-3)")
         return keys
 
@@ -422,7 +421,7 @@ class Block:
         name = f"{f.name}.exact_index"
         count = self.entry.arrays[name].shape[0]
         index = self._rows(name, 0, count)
-        if index[0] < 0 or index[-1] >= self.entry.rows or not is_increasing(index):
+        if index[0] < 0 or index[-1] >= self.entry.rows or not bool((index[1:] > index[:-1]).all()):
             raise DamagedError(self.place(name), "not strictly increasing positions of the block (BLK-5)")
         return index, self._rows(f"{f.name}.exact_values", 0, count)
 

@@ -2,7 +2,7 @@
 
 from checkrun_format.movement.claims import Claims, TwiceError
 from checkrun_format.movement.engine import prepare
-from checkrun_format.movement.listing import is_increasing, listed
+from checkrun_format.movement.listing import listed
 from checkrun_format.movement.scatter import scatter
 
-__all__ = ["Claims", "TwiceError", "is_increasing", "listed", "prepare", "scatter"]
+__all__ = ["Claims", "TwiceError", "listed", "prepare", "scatter"]

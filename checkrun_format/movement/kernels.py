@@ -20,7 +20,6 @@ _SIZE, _BYTE = types.int64, types.uint8
 _SIGNATURES: dict[str, list[tuple[Any, ...]]] = {
     "claim_listed": [(given(_SIZE), filled(_BYTE), _BYTE, filled(types.boolean))],
     "claim_run": [(filled(_BYTE), _BYTE, filled(types.boolean))],
-    "increasing": [(given(_SIZE),)],
     "list_kept": [(given(types.boolean), _SIZE, given(_SIZE), _SIZE, filled(_SIZE), filled(_SIZE))],
     "move_rows": [
         (given(word), given(_SIZE), _SIZE, filled(word), types.UniTuple(_SIZE, 2), given(_SIZE))
@@ -72,14 +71,6 @@ def claim_run(seen, mark, kept):
         count += seen[i] == 0
     seen[:] = mark
     return -1 if twice else count
-
-
-def increasing(ids):
-    """Whether each is greater than the one before it."""
-    wrong = False
-    for i in range(1, ids.size):
-        wrong |= ids[i] <= ids[i - 1]
-    return not wrong
 
 
 def list_kept(kept, low, places, first, positions, to):

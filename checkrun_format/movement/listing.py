@@ -1,4 +1,4 @@
-"""Lists of rows: those that go somewhere; whether they ascend."""
+"""Rows that go somewhere, listed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,6 @@ def listed(moves: Moves) -> tuple[Selection, Selection]:
         first = int(positions[0])
         return slice(first, first + count), _run(places, count) if run else places[:count]
     return positions[:count], places[:count]
-
-
-def is_increasing(ids: Ids) -> bool:
-    """Whether each of some ids is greater than the one before it."""
-    kernels = engine.kernels(ids.size)
-    if kernels is None or not ids.flags.c_contiguous:
-        return bool((ids[1:] > ids[:-1]).all())
-    return bool(kernels.compiled(kernels.increasing)(ids))
 
 
 def _run(places: Ids, count: int) -> slice:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from checkrun_format import quantize
-from checkrun_format.movement import Claims, TwiceError, engine, is_increasing, listed, prepare, scatter
+from checkrun_format.movement import Claims, TwiceError, engine, listed, prepare, scatter
 from checkrun_format.packing import aligned_empty
 from checkrun_format.quantize import engine as quantize_engine
 from checkrun_format.rows import Moves, Selection
@@ -87,24 +87,6 @@ def test_listing_equals_moves(places: Selection, chance: float | None) -> None:
         for moves in (Moves(given, places, kept), Moves(given, places)):
             found = [np.arange(200)[selection].tolist() for selection in listed(moves)]
             assert found == [np.arange(200)[selection].tolist() for selection in (moves.positions, moves.places)]
-
-
-@pytest.mark.parametrize(
-    ("ids", "rising"),
-    [
-        ([], True),
-        ([7], True),
-        ([-5, 0, 9], True),
-        ([3, 3], False),
-        ([1, 2, 3, 2], False),
-        ([-(2**63), 2**63 - 1], True),
-    ],
-    ids=str,
-)
-def test_ids_that_increase(ids: list[int], rising: bool) -> None:
-    array = np.array(ids, np.int64)
-    assert is_increasing(array) == rising
-    assert is_increasing(np.repeat(array, 2)[::2]) == rising
 
 
 def plainly(way: str) -> contextlib.AbstractContextManager[object]:
