@@ -137,7 +137,7 @@ class Checkpoint:
         out : State
             Existing arrays to read into, of the right shapes and dtypes, of any framework, on the CPU or on a device:
             tables that `out` has are read into its arrays (its fields only), and tensors that it has into its tensors.
-            The rest is returned in new arrays. After an error the arrays may hold anything. On the CPU, scattered rows
+            The rest is returned in new arrays. After an error the arrays may hold anything. On the CPU, decoded rows
             are written fastest where arrays begin at a multiple of 64 bytes, as those of torch and new ones here do.
         framework : "numpy", "torch", "jax" or "cupy"
             Of new arrays. By default numpy, with a device torch.
