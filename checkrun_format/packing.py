@@ -86,6 +86,7 @@ def pack(codes: U8, bits: int, out: U8 | None = None) -> U8:
     'd511'
     """
     rows, columns = _shape_of(codes, "codes")
+    bits = checked_bits(bits)
     width = packed_width(columns, bits)
     if codes.max(initial=0) >> bits:
         raise InvalidInputError(f"codes must be from 0 to {2**bits - 1} at {bits} bits, found {codes.max()}")
@@ -124,6 +125,7 @@ def unpack(packed: U8, bits: int, columns: int, out: U8 | None = None) -> U8:
     >>> unpack(np.frombuffer(bytes.fromhex("d511"), np.uint8)[None], 3, 5)
     array([[5, 2, 7, 0, 1]], dtype=uint8)
     """
+    bits, columns = checked_bits(bits), checked_columns(columns)
     rows = _packed_rows(packed, bits, columns)
     codes = checked_out(out, (rows, columns), np.dtype(np.uint8))
     for piece in row_pieces(rows, columns):
@@ -141,6 +143,7 @@ def padding_is_zero(packed: U8, bits: int, columns: int) -> bool:
     >>> padding_is_zero(np.array([[0xD5, 0x11], [0xD5, 0x91]], np.uint8), 3, 5)
     False
     """
+    bits, columns = checked_bits(bits), checked_columns(columns)
     _packed_rows(packed, bits, columns)
     used = columns * bits % 8
     return not used or not int(packed[:, -1].max(initial=0)) >> used

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.packing import U8, checked_out, packed_width, row_pieces, unpack
+from checkrun_format.packing import U8, checked_bits, checked_columns, checked_out, packed_width, row_pieces, unpack
 from checkrun_format.quantize import engine
 from checkrun_format.quantize.record import QPARAMS_DTYPES, Array, Quantized
 from checkrun_format.rows import as_array
@@ -101,11 +101,14 @@ def decode_affine(
     >>> out
     array([[-1. , -0.5,  0.5]], dtype=float32)
     """
+    bits, columns = checked_bits(bits), checked_columns(columns)
     _check_affine(codes, qparams, bits, columns)
     picked = None if rows is None else _numbers(_picked(rows, len(codes)))
     count = len(codes) if picked is None else len(picked)
+    _check_array(out, "out")
     target = _checked_dest(dest, out, count)
     _check_out(out, count if dest is None else len(out), columns)
+    out, qparams = np.asarray(out), _aligned(qparams)
 
     def decode_piece(piece: slice) -> None:
         some = piece if picked is None else picked[piece]
@@ -265,12 +268,24 @@ def _widened(qparams: Array) -> tuple[F32, F32]:
     return qparams[:, 0].astype(np.float32), qparams[:, 1].astype(np.float32)
 
 
+def _aligned(array: Array) -> Array:
+    """In the machine's order of bytes, each number where the machine wants it: kernels take nothing else."""
+    return np.require(array, array.dtype.newbyteorder("="), ["ALIGNED", "ENSUREARRAY"])
+
+
 def _check_affine(codes: U8, qparams: Array, bits: int, columns: int) -> None:
+    _check_array(codes, "codes")
+    _check_array(qparams, "qparams")
     rows = len(codes)
     if codes.shape != (rows, packed_width(columns, bits)) or codes.dtype != np.uint8:
         raise InvalidInputError(f"codes of {columns} columns at {bits} bits cannot be {codes.dtype} {codes.shape}")
     if qparams.shape != (rows, 2) or qparams.dtype.name not in QPARAMS_DTYPES:
         raise InvalidInputError(f"qparams of {rows} rows cannot be {qparams.dtype} {qparams.shape}")
+
+
+def _check_array(array: object, what: str) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim != 2:
+        raise InvalidInputError(f"{what} must be a numpy array of two dimensions")
 
 
 def _check_out(out: Array, rows: int, columns: int) -> None:
@@ -291,7 +306,10 @@ def _picked(rows: object, count: int) -> range | Numbers:
     if rows is None:
         return range(count)
     if isinstance(rows, slice):
-        return range(*rows.indices(count))
+        try:
+            return range(*rows.indices(count))
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"rows={rows}: {error}") from None
     if not isinstance(rows, np.ndarray) or rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise InvalidInputError("rows must be a slice or an integer array of one dimension")
     beyond = rows[(rows < 0) | (rows >= count)]

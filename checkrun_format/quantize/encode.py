@@ -144,7 +144,7 @@ def encode(
     if job.method.name == "torch_compat":
         qparams_dtype = qparams_dtype or ("float32" if job.bits == 8 else "float16")
     rows, columns = job.values.shape
-    codes = checked_out(codes, (rows, packed_width(columns, job.bits)), np.dtype(np.uint8))
+    codes = np.asarray(checked_out(codes, (rows, packed_width(columns, job.bits)), np.dtype(np.uint8)))
     if not codes.flags.c_contiguous:
         raise InvalidInputError("codes must be in C order, row after row")
     with np.errstate(all="ignore"):

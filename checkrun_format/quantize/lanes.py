@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from checkrun_format.quantize.trials import COSINE, LEVEL, SHIFTS, SINE
+from checkrun_format.quantize.vectors import has_any
 
-WIDTH = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+WIDTH = 16 if has_any("avx512f") else 8
 """Elements of a vector."""
 
 LANES = 2 * WIDTH

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from checkrun_format import dtypes
 from checkrun_format.errors import InvalidInputError
-from checkrun_format.packing import packed_width, row_pieces
+from checkrun_format.packing import checked_bits, checked_columns, packed_width, row_pieces
 
 QPARAMS_DTYPES = ("float16", "float32")
 """Dtypes in which scale and bias may be stored (BLK-1)."""
@@ -72,6 +72,8 @@ class Quantized:
     error_bound: float
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", checked_bits(self.bits))
+        object.__setattr__(self, "columns", checked_columns(self.columns))
         wrong = [
             f"{name} is {array.dtype} {array.shape}, not {' or '.join(allowed)} {shape}"
             for name, array, allowed, shape in self._wanted()

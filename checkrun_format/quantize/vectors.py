@@ -13,7 +13,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from checkrun_format.quantize.lines import past_cache
@@ -24,6 +24,14 @@ ROWS = 16
 _INDEX, _INT = ir.IntType(64), ir.IntType(32)
 _SINGLES = ir.VectorType(ir.FloatType(), ROWS)
 _BYTES, _SHORTS, _INTS = (ir.VectorType(ir.IntType(bits), ROWS) for bits in (8, 16, 32))
+
+
+def has_any(*features: str) -> bool:
+    """Whether what is compiled may use any of some features: of this machine, or of the one that numba is told of."""
+    told: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]  # made as numba is imported
+    if told is not None:
+        return any(f"+{name}" in told.split(",") for name in features)
+    return any(llvm.get_host_cpu_features().get(name, False) for name in features)
 
 
 @contextlib.contextmanager
@@ -87,7 +95,7 @@ def _value(builder: Any, codes: Any, numbers: Sequence[Any]) -> Any:
     return builder.fadd(product, numbers[1])
 
 
-HAS_HALVES = any(llvm.get_host_cpu_features().get(name, False) for name in ("f16c", "fullfp16"))
+HAS_HALVES = has_any("f16c", "fullfp16")
 """Whether the machine converts float16 itself; where it does not, LLVM would call what is not there."""
 
 _HALVES = ir.VectorType(ir.HalfType(), ROWS)

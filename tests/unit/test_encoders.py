@@ -13,6 +13,8 @@ import unittest.mock
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -34,6 +36,7 @@ from checkrun_format.quantize import (
     tensors,
     tune,
 )
+from checkrun_format.quantize.vectors import has_any
 
 Array = npt.NDArray[Any]
 F32 = np.float32
@@ -533,6 +536,17 @@ assert os.waitpid(child, 0)[1] == 0
         with (package / "quantize" / "vectors.py").open("a") as file:
             file.write("# changed\n")
         assert first < kept()
+
+    @pytest.mark.parametrize(
+        ("told", "found"), [(None, None), ("", False), ("+sse2,+avx", False), ("+avx,+f16c", True), ("-f16c", False)]
+    )
+    def test_kernels_are_for_the_machine_that_numba_is_told_of(
+        self, told: str | None, found: bool | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`NUMBA_CPU_FEATURES`: of what this machine has besides, LLVM would know nothing."""
+        host = llvm.get_host_cpu_features()
+        monkeypatch.setattr(numba.config, "CPU_FEATURES", told)
+        assert has_any("none", "f16c") == (host.get("f16c", False) if found is None else found)
 
     def test_while_the_interpreter_shuts_down(self) -> None:
         """A trainer may save when it is told to end."""

@@ -152,3 +152,13 @@ def test_layout_is_that_of_torch(bits: int, name: str) -> None:
     assert np.array_equal(decoded, theirs)
     assert np.array_equal(pack(codes, bits), fused[:, :width])
     assert int(codes.max()) == (1 << bits) - 1
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_narrow_integers_are_numbers(bits: int) -> None:
+    """Rows and columns are not counted in an int8, whoever gives one."""
+    codes = some_codes(5000, 100, bits)
+    packed = pack(codes, np.int8(bits))  # type: ignore[arg-type]
+    assert np.array_equal(packed, pack(codes, bits))
+    assert np.array_equal(unpack(packed, np.int8(bits), np.int8(100)), codes)  # type: ignore[arg-type]
+    assert padding_is_zero(packed, np.int8(bits), np.int8(100))  # type: ignore[arg-type]

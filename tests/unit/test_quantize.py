@@ -135,6 +135,28 @@ class TestDecoding:
         assert bits_of(decode(q, rows=many)) == bits_of(whole[many])
         assert decode(q, rows=listed[:0]).shape == (0, 40)
 
+    @pytest.mark.parametrize("rows", [40, 20_000])
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    def test_arrays_of_any_kind(self, rows: int, dtype: Any) -> None:
+        """Another order of bytes, numbers between two words, a subclass, narrow integers: the kernels take none."""
+        q = encode(weights(rows, 32), 4, qparams_dtype=dtype)
+        whole = decode(q)
+        between = np.zeros(q.qparams.nbytes + 1, np.uint8)[1:].view(dtype).reshape(q.qparams.shape)
+        between[:] = q.qparams
+        for qparams in (
+            between,
+            q.qparams.astype(q.qparams.dtype.newbyteorder()),
+            q.qparams.view(np.matrix),
+            q.qparams,
+        ):
+            out = np.zeros(whole.shape, F32).view(np.matrix)
+            decode_affine(q.codes.view(np.matrix), qparams, np.int8(4), np.int16(32), out)  # type: ignore[arg-type]
+            assert bits_of(np.asarray(out)) == bits_of(whole)
+            narrow = replace(q, qparams=qparams, bits=np.uint8(4), columns=np.int16(32))  # type: ignore[arg-type]
+            assert bits_of(decode(narrow)) == bits_of(whole)
+        codes = np.zeros(q.codes.shape, np.uint8).view(np.matrix)
+        assert bits_of(decode(encode(weights(rows, 32), 4, qparams_dtype=dtype, codes=codes))) == bits_of(whole)
+
     @pytest.mark.parametrize(
         ("call", "told"),
         [
@@ -148,6 +170,13 @@ class TestDecoding:
             (lambda q: decode_affine(q.codes, q.qparams, 5, 7, np.empty((40, 7))), "codes of 7 columns at 5 bits"),
             (lambda q: decode_affine(q.codes, q.qparams.astype("f8"), 4, 7, np.empty((40, 7))), "cannot be float64"),
             (lambda q: decode_affine(q.codes, q.qparams, 4, 7, np.empty((40, 7), int)), "cannot be int64"),
+            (lambda q: decode_affine(None, q.qparams, 4, 7, np.empty((40, 7))), "codes must be a numpy array of two"),  # type: ignore[arg-type]
+            (lambda q: decode_affine(np.array(3), q.qparams, 4, 7, np.empty((40, 7))), "codes must be a numpy array"),
+            (lambda q: decode_affine(q.codes, [[1, 2]], 4, 7, np.empty((40, 7))), "qparams must be a numpy array"),  # type: ignore[arg-type]
+            (lambda q: decode_affine(q.codes, q.qparams, 4, 7, None), "out must be a numpy array of two dimensions"),  # type: ignore[arg-type]
+            (lambda q: decode_affine(q.codes, q.qparams, 4, 7.5, np.empty((40, 7))), "columns must be a whole number"),  # type: ignore[arg-type]
+            (lambda q: decode(q, rows=slice("a", "b")), "rows=slice.*integers"),
+            (lambda q: decode(q, rows=slice(0, 4, 0)), "rows=slice.*zero"),
         ],
     )
     def test_refusals(self, call: Callable[[Quantized], object], told: str) -> None:
