@@ -91,11 +91,18 @@ class Attempts:
             By somebody else.
         LandedError
             By an attempt of this writer, from which it goes on.
+        StorageError
+            The store does not tell.
         """
         try:
             yield
         except (PrunedError, DamagedError, StorageError) as error:
-            loss = taken(self._store, claim)
+            loss = None
+            try:
+                loss = taken(self._store, claim)
+            except StorageError:
+                if not isinstance(error, StorageError):  # what is missing may be missing for this: nobody knows
+                    raise
             if loss is None:
                 raise
             self.adopt_or_lose(claim, loss)

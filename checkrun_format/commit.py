@@ -139,11 +139,8 @@ def _create(store: Store, claim: Claim, document: bytes) -> None:
 
 
 def taken(store: Store, claim: Claim) -> NumberTakenError | None:
-    """Who holds the claimed number by now, None if it is free, as far as the store tells."""
-    try:
-        found = store.get(layout.commit_key(claim.sequence))
-    except CheckrunError:
-        return None
+    """Who holds the claimed number by now, None if it is free."""
+    found = store.get(layout.commit_key(claim.sequence))
     return None if found is None else NumberTakenError(*_describe(found, claim.sequence))
 
 

@@ -10,7 +10,14 @@ import numpy as np
 
 from checkrun_format.blocks import FieldPlan
 from checkrun_format.chain import History
-from checkrun_format.errors import CheckrunError, ConcurrentCommitError, DamagedError, InvalidInputError, PrunedError
+from checkrun_format.errors import (
+    CheckrunError,
+    ConcurrentCommitError,
+    DamagedError,
+    InvalidInputError,
+    PrunedError,
+    StorageError,
+)
 from checkrun_format.manifest import Commit, TableEntry
 from checkrun_format.planning import Below
 from checkrun_format.reader import StoredCheckpoint
@@ -159,6 +166,8 @@ class Ledger:
             number = below.predecessor if below.rollback_to is None else below.rollback_to
             try:
                 below = None if number is None else self._ours.get(number) or self._history.get(number).commit
+            except StorageError:
+                raise
             except CheckrunError:
                 break  # pruned or damaged: what is left of the history decides
         self._ours = met

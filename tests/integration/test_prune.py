@@ -344,22 +344,37 @@ def test_a_staged_save_that_is_too_late_fails_by_name(objects: dict[str, bytes],
 def test_a_writer_that_remembers_nothing_of_what_is_pruned_is_told_that_it_is_late(
     objects: dict[str, bytes], call: str
 ) -> None:
-    """HEA-3: the number is taken, whatever it finds missing first; told twice it says the same."""
-    run = restored(inner := MemoryStore(objects))
-    save_next(restored(inner), 8, parent=None)
-    prune_now(inner)
-    run._history._checkpoints.clear()
-    acts: dict[str, Callable[[], object]] = {
-        "save": partial(save_next, run, 8),
-        "plan_save": lambda: run.plan_save(state(8), step=8),
-        "begin": lambda: run.begin(writers=1, parent="latest"),
-        "compact": run.compact,
-    }
-    with pytest.raises(crf.ConcurrentCommitError, match="number 9 is taken"):
-        acts[call]()
-    with pytest.raises(crf.ConcurrentCommitError):
-        save_next(run, 8)
-    assert check_all(inner) == [9]
+    """HEA-3: the number is taken, whatever it finds missing first; told twice it says the same.
+
+    Wherever the store fails meanwhile, that is told: nobody knows then why something is missing.
+    """
+    late, failed = (crf.ConcurrentCommitError, "number 9 is taken"), (crf.StorageError, "injected")
+    told: list[str] = []
+    for at in range(100):
+        run = restored(store := Flaky(inner := MemoryStore(objects)))
+        save_next(restored(inner), 8, parent=None)
+        prune_now(inner)
+        run._history._checkpoints.clear()
+        acts: dict[str, Callable[[], object]] = {
+            "save": partial(save_next, run, 8),
+            "plan_save": partial(run.plan_save, state(8), step=8),
+            "begin": partial(run.begin, writers=1, parent="latest"),
+            "compact": run.compact,
+        }
+        store.arm(Fault(at=at))
+        with pytest.raises(crf.CheckrunError) as caught:
+            acts[call]()
+        assert any(isinstance(caught.value, kind) and text in str(caught.value) for kind, text in (late, failed))
+        told.append(caught.value.kind)
+        struck = store.fired
+        store.arm(None)
+        with pytest.raises(crf.ConcurrentCommitError):
+            save_next(run, 8)
+        assert check_all(inner, litter=True) == [9]
+        if at and not struck:
+            break
+    assert told[0] == told[-1] == "concurrent_commit"
+    assert "storage" in told
 
 
 @pytest.mark.parametrize("call", ["save", "begin"])
