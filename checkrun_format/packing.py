@@ -23,7 +23,8 @@ _Words = npt.NDArray[Any]
 LINE = 64
 """Bytes of a cache line, and of its alignment."""
 
-_LARGE = 1 << 20
+FAR = 1 << 20
+"""Bytes of an array from which on its lines are in no cache near by: they are written past it."""
 
 PIECE_ELEMENTS = 3 << 15
 """Elements of one piece of rows: 384 KiB as float32, which stay in a second-level cache."""
@@ -152,7 +153,7 @@ def padding_is_zero(packed: U8, bits: int, columns: int) -> bool:
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """A new array; one that is large begins with a cache line, so that rows are put into it fast."""
     size = math.prod(shape) * dtype.itemsize
-    if size < _LARGE:
+    if size < FAR:
         return np.empty(shape, dtype)
     memory = np.empty(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
-from checkrun_format.packing import LINE
+from checkrun_format.packing import FAR, LINE
 
 _WORD = ir.IntType(64)
 _VECTOR = ir.VectorType(_WORD, LINE // 8)
@@ -69,7 +69,7 @@ def whole_lines(target: Any, begin: int, step: int, size: int) -> bool:
 @register_jitable
 def is_far(target: Any) -> bool:
     """Whether an array is so large that its lines are in no cache near by."""
-    return target.size * target.itemsize >= 1 << 20  # type: ignore[no-any-return]
+    return target.size * target.itemsize >= FAR  # type: ignore[no-any-return]
 
 
 @register_jitable
